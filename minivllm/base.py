@@ -2,7 +2,7 @@
 
 Three kinds of wrong, kept apart everywhere in this package:
 
-* a user's mistake raises `UserError` (a `ValueError`) with one sentence: field, value, limit, remedy;
+* a user's mistake raises `UserError` with one sentence: field, value, limit, remedy;
 * "no room right now" is `None`, and the caller decides;
 * our own bug is an `assert` that says what was true.
 """

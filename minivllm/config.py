@@ -96,7 +96,7 @@ class ModelConfig:
         return self.sliding_window
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes that one token occupies in the KV cache, over all layers: K and V, KV heads only."""
+        """Bytes that one token occupies in the KV cache: K and V, all layers, KV heads only."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     def num_parameters(self) -> int:
@@ -230,8 +230,8 @@ class EngineConfig:
         sched = self.scheduler
         if not sched.enable_chunked_prefill and sched.max_num_batched_tokens < max_model_len:
             raise UserError(
-                f"without chunked prefill a whole prompt must fit a step, but max_num_batched_tokens "
-                f"is {sched.max_num_batched_tokens:,} and max_model_len is {max_model_len:,}: raise "
-                f"the first, lower the second, or enable chunked prefill"
+                f"without chunked prefill a prompt must fit one step, but max_num_batched_tokens "
+                f"is {sched.max_num_batched_tokens:,} and max_model_len is {max_model_len:,}: "
+                f"raise the first, lower the second, or enable chunked prefill"
             )
         return dataclasses.replace(self, max_model_len=max_model_len, device=device, dtype=dtype)

@@ -16,7 +16,7 @@ inputs, LoRA, structured output. Chapters 2 and 11 read this file.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from minivllm.base import UserError, did_you_mean
@@ -132,7 +132,7 @@ class SamplingParams:
                     raise UserError(f"logit_bias key {token_id!r} is not a token id (integer >= 0)")
                 if not _is_number(bias) or not -100 <= bias <= 100:
                     raise UserError(
-                        f"logit_bias of token {token_id} must be a number in [-100, 100], not {bias!r}"
+                        f"logit_bias of token {token_id} must be in [-100, 100], not {bias!r}"
                     )
 
     @classmethod
@@ -155,7 +155,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended; the values are those of the OpenAI API, plus vLLM's two."""
 
     STOP = "stop"  # end of sequence, a stop token or a stop string
@@ -182,9 +182,11 @@ class Request:
     """
 
     __slots__ = (
-        "request_id", "prompt_token_ids", "params", "priority", "arrival", "sort_key", "salt", "seed",
-        "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_pending", "num_cached_tokens",
-        "num_preemptions", "max_total_tokens", "stop_token_ids", "row", "finish_reason", "stop_reason",
+        "request_id", "prompt_token_ids", "params", "priority", "arrival", "sort_key", "salt",
+        "seed",
+        "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_pending",
+        "num_cached_tokens", "num_preemptions", "max_total_tokens", "stop_token_ids",
+        "bad_words_ids", "row", "finish_reason", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -198,6 +200,7 @@ class Request:
         seed: int = 0,
         eos_token_ids: Sequence[int] = (),
         max_total_tokens: int = 1 << 30,
+        bad_words_ids: tuple[tuple[int, ...], ...] = (),
         salt: str | None = None,
     ) -> None:
         self.request_id = request_id
@@ -220,6 +223,7 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids or ()) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
+        self.bad_words_ids = bad_words_ids  # params.bad_words as token ids
         self.row = -1  # its row in the runner; -1 = none
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token or string that ended it
@@ -240,10 +244,8 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id!r}, tokens={self.num_prompt_tokens}+{self.num_output_tokens}, "
-            f"computed={self.num_computed_tokens}, row={self.row})"
-        )
+        tokens = f"{self.num_prompt_tokens}+{self.num_output_tokens}"
+        return f"Request({self.request_id!r}, tokens={tokens}, computed={self.num_computed_tokens})"
 
 
 @dataclass

@@ -22,6 +22,7 @@ class NewRow(NamedTuple):
     params: SamplingParams
     seed: int  # 64 bits; draws depend on (seed, position) only
     stop_token_ids: frozenset[int]  # masked until min_tokens are out
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
 
 
 class RowPlan(NamedTuple):
