@@ -110,6 +110,15 @@ class ModelConfig:
         return heads + self.num_layers * layer + h
 
 
+def _check_type(name: str, value: object, kind: Any) -> None:
+    """Refuse `block_size="16"` and `enforce_eager=1`: a bool is no number here, nor the reverse."""
+    right = isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        right = True
+    if not right:
+        raise UserError(f"{name} must be of type {getattr(kind, '__name__', kind)}, not {value!r}")
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """The KV cache: how large, in what blocks, shared or not."""
@@ -161,8 +170,10 @@ class EngineConfig:
         Raises:
             UserError: a name is unknown (the nearest one is named) or a value is out of range.
         """
-        sections = {"cache": CacheConfig, "scheduler": SchedulerConfig}
-        homes = {f.name: None for f in dataclasses.fields(cls) if f.name not in sections}
+        sections: dict[str, Any] = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+        homes: dict[str, str | None] = {
+            f.name: None for f in dataclasses.fields(cls) if f.name not in sections
+        }
         for section, kind in sections.items():
             homes |= {f.name: section for f in dataclasses.fields(kind)}
         nested: dict[str | None, dict[str, Any]] = {
@@ -190,30 +201,42 @@ class EngineConfig:
         return names
 
     def _validate(self) -> None:
+        for section in (self, self.cache, self.scheduler):
+            for f in dataclasses.fields(section):
+                _check_type(f.name, getattr(section, f.name), f.type)
         cache, sched = self.cache, self.scheduler
-        for name, value, choices in (
-            ("dtype", self.dtype, ("auto", *DTYPE_BYTES)),
-            ("load_format", self.load_format, ("auto", "safetensors", "gguf", "dummy")),
-            ("scheduling_policy", sched.scheduling_policy, ("fcfs", "priority")),
+        choices: dict[str, tuple[str, tuple[str, ...]]] = {
+            "dtype": (self.dtype, ("auto", *DTYPE_BYTES)),
+            "load_format": (self.load_format, ("auto", "safetensors", "gguf", "dummy")),
+            "scheduling_policy": (sched.scheduling_policy, ("fcfs", "priority")),
+        }
+        for name, (choice, known) in choices.items():
+            if choice not in known:
+                raise UserError(f"{name} must be one of {', '.join(known)}, not {choice!r}")
+        positive = {
+            "block_size": cache.block_size,
+            "max_num_seqs": sched.max_num_seqs,
+            "max_num_batched_tokens": sched.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
+            "num_gpu_blocks_override": cache.num_gpu_blocks_override,
+            "long_prefill_token_threshold": sched.long_prefill_token_threshold or None,
+            "max_logprobs": self.max_logprobs or None,
+        }
+        for name, count in positive.items():
+            if count is not None and count < 1:
+                raise UserError(f"{name} must be a positive integer, not {count!r}")
+        for name, share in (
+            ("gpu_memory_utilization", cache.gpu_memory_utilization),
+            ("reserved_memory_ratio", cache.reserved_memory_ratio),
         ):
-            if value not in choices:
-                raise UserError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-        for name, value in (
-            ("block_size", cache.block_size),
-            ("max_num_seqs", sched.max_num_seqs),
-            ("max_num_batched_tokens", sched.max_num_batched_tokens),
-            ("max_model_len", self.max_model_len),
-            ("kv_cache_memory_bytes", cache.kv_cache_memory_bytes),
-            ("num_gpu_blocks_override", cache.num_gpu_blocks_override),
-        ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise UserError(f"{name} must be a positive integer, not {value!r}")
-        for name, value, top in (
-            ("gpu_memory_utilization", cache.gpu_memory_utilization, 1.0),
-            ("reserved_memory_ratio", cache.reserved_memory_ratio, 0.99),
-        ):
-            if not 0 <= value <= top:
-                raise UserError(f"{name} must lie between 0 and {top:g}, not {value!r}")
+            if not 0 <= share <= 1:
+                raise UserError(f"{name} is a share of the memory, 0 to 1, not {share!r}")
+        if cache.reserved_memory_ratio >= cache.gpu_memory_utilization:
+            raise UserError(
+                f"reserved_memory_ratio {cache.reserved_memory_ratio:g} leaves nothing of "
+                f"gpu_memory_utilization {cache.gpu_memory_utilization:g}: lower the first"
+            )
 
     def resolve(self, model: ModelConfig, device: str, dtype: str) -> "EngineConfig":
         """Return a complete config: no "auto" and no None where the engine needs a number.

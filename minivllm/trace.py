@@ -150,7 +150,7 @@ class StepTimed(Event):
     num_free_blocks: int
 
 
-_KINDS = {kind.__name__: kind for kind in Event.__subclasses__()}
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 class Recorder:
@@ -198,7 +198,8 @@ def event_from_json(record: dict[str, Any]) -> Event:
     """
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k != "event"}
     try:
-        return _KINDS[record["event"]](**values)
+        event: Event = _KINDS[record["event"]](**values)
+        return event
     except (KeyError, TypeError) as error:
         raise UserError(f"not a trace event: {record!r} ({error})") from None
 
