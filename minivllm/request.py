@@ -259,6 +259,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    delta: str = ""  # the text that the last step added
 
     @property
     def finished(self) -> bool:

@@ -40,6 +40,8 @@ class BlockPool:
         self.index = PrefixIndex()
         self.recorder: EventSink = recorder or NullRecorder()
         self.step = 0  # stamped on events; the scheduler sets it
+        # Totals since the start: blocks handed out, let go by their last owner, found by prefix.
+        self.num_allocated = self.num_freed = self.num_touched = 0
         self._free = FreeQueue()
         for block in self.blocks[NULL_BLOCK + 1 :]:
             self._free.append(block)
@@ -68,6 +70,7 @@ class BlockPool:
                 if self.recorder.enabled:
                     self.recorder.emit(Evicted(self.step, "", block.block_id))
             block.ref_count = 1
+        self.num_allocated += num_blocks
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:
@@ -76,6 +79,7 @@ class BlockPool:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
+            self.num_touched += 1
 
     def free(self, blocks: Sequence[Block]) -> None:
         """Drop one reference to each block of a table, given in table order.
@@ -87,6 +91,7 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._free.append(block)
+                self.num_freed += 1
 
     def reset_index(self) -> None:
         """Forget every cached prefix; references stay as they are."""

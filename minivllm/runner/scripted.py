@@ -1,10 +1,11 @@
 """`ScriptedModel`: a runner that forces given tokens. No model, no torch; for tests and lessons.
 
-It keeps KV memory as a real one does, but a slot holds a fingerprint of the tokens up to it in place
-of K and V. Each step reads every context back through the block tables, so a scheduler, a block
-pool or a prefix index that mixes up blocks is caught in the step in which it happens.
+It keeps KV memory as a real one does, but in place of K and V a slot holds a fingerprint of the
+tokens up to it. Each step reads every context back through the block tables, so a scheduler, a
+block pool or a prefix index that mixes up blocks is caught in the step in which it happens.
 
-    engine = make_scripted_engine(...)     # see minivllm.engine.engine
+    model = ScriptedModel(token_script({"a": [5, 6, 7]}, end_token=2), num_blocks=64, block_size=16)
+    engine = Engine(scheduler, model, ...)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -100,8 +101,8 @@ class ScriptedModel:
             expected = row.chain[start : min(start + self.block_size, end)]
             held = self._memory[row.block_ids[i]][: len(expected)]
             assert held == expected, (
-                f"{planned.request_id}: block {row.block_ids[i]} (number {i} of its table) does not "
-                f"hold the KV of its tokens {start} to {start + len(expected) - 1}"
+                f"{planned.request_id}: block {row.block_ids[i]} (number {i} of its table) does "
+                f"not hold the KV of its tokens {start} to {start + len(expected) - 1}"
             )
         assert planned.samples == (end == len(row.tokens)), f"{planned} samples at the wrong token"
         if not planned.samples:

@@ -45,7 +45,7 @@ class StepPlan(NamedTuple):
     freed_rows: tuple[int, ...]  # finished, aborted or preempted since the last plan
     num_tokens: int  # sum over rows; never above max_num_batched_tokens
     preempted: tuple[str, ...] = ()
-    waiting_reason: str | None = None  # why the head of the queue waits; the rest is behind it
+    waited: tuple[tuple[str, str], ...] = ()  # (request id, why it got nothing); heads of queues
 
 
 class SampledToken(NamedTuple):

@@ -55,10 +55,9 @@ class Scheduler:
         self.running: list[Request] = []  # hold a row and blocks; sorted by (priority, arrival)
         self.waiting: list[Request] = []  # hold neither; sorted likewise
         self.num_preemptions = 0
-        self._waiting_reason: str | None = None
+        self._waited: dict[str, str] = {}  # request id -> why it got nothing in the last step
         self._free_rows = list(range(config.max_num_seqs))  # a heap: the lowest row goes first
         self._freed_rows: list[int] = []  # not yet told to the runner
-        self._starved: list[str] = []  # running, but without tokens in the last step
 
     # -- requests come and go ----------------------------------------------------------------
 
@@ -121,15 +120,15 @@ class Scheduler:
 
     def why_waiting(self, request_id: str) -> str | None:
         """Why a request got nothing in the last step; None if it ran, or is not here."""
-        if request_id in self._starved:
-            return "running, but the token budget of the step went to requests before it"
+        if request_id in self._waited:
+            return self._waited[request_id]
         request = self.requests.get(request_id)
         if request is None or request.row >= 0:
             return None
         head = self.waiting[0]
         if request is not head:
             return f"behind request {head.request_id}"
-        return self._waiting_reason or "it came after the last step was planned"
+        return "it came after the last step was planned"
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -140,18 +139,12 @@ class Scheduler:
         rows: list[RowPlan] = []
         new_rows: list[NewRow] = []
         preempted: list[str] = []
+        self._waited = {}
         budget = self._schedule_running(rows, preempted)
-        self._waiting_reason = None
-        if self.waiting:
-            self._waiting_reason = (
-                "the KV cache is full: a running request was just preempted"
-                if preempted
-                else self._admit(rows, new_rows, budget)
-            )
-            if self._waiting_reason and self.recorder.enabled:
-                head = self.waiting[0].request_id
-                behind = len(self.waiting) - 1
-                self.recorder.emit(Waited(self.step, head, self._waiting_reason, behind))
+        if preempted:
+            self._wait("the KV cache is full: a running request was just preempted")
+        else:
+            self._admit(rows, new_rows, budget)
         plan = StepPlan(
             step=self.step,
             new_rows=tuple(new_rows),
@@ -159,7 +152,7 @@ class Scheduler:
             freed_rows=tuple(self._freed_rows),
             num_tokens=sum([row.num_tokens for row in rows]),
             preempted=tuple(preempted),
-            waiting_reason=self._waiting_reason,
+            waited=tuple(self._waited.items()),
         )
         self._freed_rows = []
         return plan
@@ -175,7 +168,6 @@ class Scheduler:
         running, allocate_slots = self.running, self.kv.allocate_slots
         num_left = [len(r.token_ids) + r.num_pending - r.num_computed_tokens for r in running]
         decodes_left = num_left.count(1)
-        self._starved = []
         planned: list[Request] = []
         i = 0
         while i < len(running):  # the list shrinks at its end when somebody is preempted
@@ -188,7 +180,9 @@ class Scheduler:
                 num_new = min(num_new, spare, longest_chunk)
             i += 1
             if num_new == 0:
-                self._starved.append(request.request_id)
+                self._waited[request.request_id] = (
+                    "it runs, but the step's tokens went to requests before it"
+                )
                 continue
             while (new_blocks := allocate_slots(request, num_new)) is None:
                 victim = running[-1]
@@ -206,30 +200,31 @@ class Scheduler:
             self.kv.commit(request)
         return budget
 
-    def _admit(self, rows: list[RowPlan], new_rows: list[NewRow], budget: int) -> str | None:
-        """Move waiting requests to free rows while budget and blocks last.
-
-        Returns why the head of the queue still waits, or None if nobody does.
-        """
+    def _admit(self, rows: list[RowPlan], new_rows: list[NewRow], budget: int) -> None:
+        """Move waiting requests to free rows while rows, budget and blocks last."""
         config, kv = self.config, self.kv
         longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         while self.waiting:
             request = self.waiting[0]
             if not self._free_rows:
-                return f"all {config.max_num_seqs} rows are taken (max_num_seqs)"
+                return self._wait(f"all {config.max_num_seqs} rows are taken (max_num_seqs)")
             if budget == 0:
-                return f"the step's {config.max_num_batched_tokens} tokens are handed out"
+                return self._wait(
+                    f"the step's {config.max_num_batched_tokens} tokens are handed out"
+                )
             cached = kv.find_cached_blocks(request)
             num_cached = len(cached) * kv.block_size
             num_left = request.num_tokens - num_cached
             num_new = min(num_left, budget, longest_chunk)
             if num_new < num_left and not config.enable_chunked_prefill:
                 if budget < num_left:
-                    return f"{num_left} tokens to compute in one go, {budget} left in the step"
+                    return self._wait(
+                        f"{num_left} tokens to compute in one go, {budget} left in the step"
+                    )
                 num_new = num_left
             needed = kv.num_blocks_needed(num_cached + num_new, cached)
             if needed > kv.pool.num_free:
-                return f"needs {needed} KV blocks, {kv.pool.num_free} are free"
+                return self._wait(f"needs {needed} KV blocks, {kv.pool.num_free} are free")
             del self.waiting[0]
             kv.adopt(request, cached)
             resumed = request.num_cached_tokens >= 0
@@ -246,7 +241,13 @@ class Scheduler:
             rows.append(self._plan_row(request, num_new, kv.block_ids(request), new_blocks))
             kv.commit(request)
             budget -= num_new
-        return None
+
+    def _wait(self, reason: str) -> None:
+        """Note why the head of the waiting queue got nothing; the others are behind it."""
+        head = self.waiting[0].request_id
+        self._waited[head] = reason
+        if self.recorder.enabled:
+            self.recorder.emit(Waited(self.step, head, reason, len(self.waiting) - 1))
 
     def _plan_row(
         self,

@@ -1,0 +1,414 @@
+"""The engine: requests in, text out, one step at a time. The architecture is in `Engine.step`.
+
+It owns what the two towers must not share: ids, seeds, the clock, the text. It talks to any
+scheduler and any runner that keep the contract of `minivllm.sched.plan`.
+
+Mirrors vllm/v1/engine/core.py, processor.py and output_processor.py in one file. Chapters 0 and 6
+read it.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from minivllm.base import UserError
+from minivllm.cache.pool import BlockPool
+from minivllm.engine.detokenizer import Detokenizer, TextTokenizer
+from minivllm.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from minivllm.sched.plan import Runner, SampledToken, StepPlan, StepResult
+from minivllm.sched.scheduler import Scheduler
+from minivllm.trace import EventSink, NullRecorder, Refused, StepTimed
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What the engine must know of the model to check a request."""
+
+    vocab_size: int  # ids that have a text; a padded vocabulary's rest is never used
+    max_model_len: int
+    max_logprobs: int = 20
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did. `outputs` are the live objects that grew or ended in it."""
+
+    step: int
+    ran: tuple[tuple[str, int], ...]  # (request id, tokens computed)
+    waited: tuple[tuple[str, str], ...]  # (request id, why), for the head of each queue
+    num_waiting: int
+    preempted: tuple[str, ...]
+    blocks_taken: int
+    blocks_freed: int  # nobody refers to them any more
+    blocks_hit: int  # found in the prefix index
+    seconds: float
+    outputs: tuple[RequestOutput, ...] = ()
+    error: BaseException | None = None  # the step failed; its requests ended with "error"
+
+
+class EngineStepError(RuntimeError):
+    """A step failed. The requests in it ended with finish_reason "error"; the engine is clean."""
+
+
+@dataclass
+class _Prompt:
+    """One call's prompt: its output object, and which of its n continuations still run."""
+
+    output: RequestOutput
+    params: SamplingParams
+    added: float
+    live: dict[str, int]  # child request id -> index
+    text: dict[str, Detokenizer] = field(default_factory=dict)
+
+
+class Engine:
+    """A scheduler, a runner, and the text around them. Single-threaded; `step()` does everything.
+
+    Args:
+        scheduler: plans steps.
+        runner: executes them.
+        tokenizer: turns ids into text, prompts into ids.
+        limits: what a request may ask.
+        recorder: takes trace events; the scheduler and the pool should have the same one.
+        seed: of the seeds that requests without one get.
+        clock: seconds, monotonic.
+        paranoid: check every invariant after each step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: TextTokenizer,
+        limits: EngineLimits,
+        *,
+        recorder: EventSink | None = None,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        paranoid: bool = False,
+    ) -> None:
+        self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
+        self.limits = limits
+        self.recorder: EventSink = recorder or NullRecorder()
+        self.clock = clock
+        self.paranoid = paranoid
+        self._random = random.Random(seed)
+        self._num_added = 0  # numbers requests and orders them by arrival
+        self._prompts: dict[str, _Prompt] = {}
+        self._owner: dict[str, str] = {}  # child request id -> prompt's request id
+
+    # -- requests ----------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> RequestOutput:
+        """Queue a prompt (text or token ids). Returns its output object, which later steps fill.
+
+        Args:
+            prompt: text, or token ids.
+            params: how to sample and when to stop.
+            request_id: a name of one's own, unique among live requests; None = a number.
+            priority: smaller goes first, under the policy "priority".
+            salt: blocks are shared only between requests with the same one.
+
+        Raises:
+            UserError: the request can never run; the sentence says why. Nothing is queued.
+        """
+        name = request_id if request_id is not None else str(self._num_added)
+        text = prompt if isinstance(prompt, str) else None
+        try:
+            if name in self._prompts:
+                raise UserError(f"request id {name!r} is in use: wait for it or take another id")
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            self._check(ids, params)
+            children = self._children(name, ids, params, priority, salt)
+            self._queue(children)
+        except UserError as error:
+            if self.recorder.enabled:
+                self.recorder.emit(Refused(self.scheduler.step, name, str(error)))
+            raise
+        output = RequestOutput(name, text, ids, [CompletionOutput(i) for i in range(params.n)])
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None] * len(ids)
+        if params.logprobs is not None:
+            for completion in output.outputs:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+        live = {child.request_id: index for index, child in enumerate(children)}
+        entry = _Prompt(output, params, self.clock(), live)
+        entry.text = {child: Detokenizer(self.tokenizer, params, ids) for child in live}
+        self._prompts[name] = entry
+        self._owner |= dict.fromkeys(live, name)
+        return output
+
+    def _children(
+        self, name: str, ids: list[int], params: SamplingParams, priority: int, salt: str | None
+    ) -> list[Request]:
+        """The n requests of one prompt: they share its blocks and differ in their seeds."""
+        bad_words = tuple(self._bad_words(params.bad_words or ()))
+        children = []
+        for index in range(params.n):
+            seed = self._random.getrandbits(64) if params.seed is None else params.seed + index
+            children.append(
+                Request(
+                    name if params.n == 1 else f"{name}-{index}",
+                    ids,
+                    params,
+                    arrival=self._num_added,
+                    priority=priority,
+                    seed=(seed + 2**63) % 2**64 - 2**63,  # as a signed 64-bit number
+                    eos_token_ids=self.limits.eos_token_ids,
+                    max_total_tokens=self.limits.max_model_len,
+                    bad_words_ids=bad_words,
+                    salt=salt,
+                )
+            )
+            self._num_added += 1
+        return children
+
+    def _queue(self, children: list[Request]) -> None:
+        for i, child in enumerate(children):
+            try:
+                self.scheduler.add(child)
+            except UserError:
+                for queued in children[:i]:
+                    self.scheduler.finish(queued.request_id, FinishReason.ABORT)
+                raise
+
+    def _bad_words(self, words: Iterable[str]) -> Iterable[tuple[int, ...]]:
+        """Each word as token ids, as it is written at the start of a text and after a space."""
+        for word in words:
+            forms = {
+                tuple(self.tokenizer.encode(form, add_special_tokens=False))
+                for form in (word, " " + word.lstrip())
+            }
+            yield from sorted(forms - {()})
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        """Refuse what could never run, naming value, limit and remedy."""
+        limits = self.limits
+        if not ids:
+            raise UserError("the prompt is empty: it must hold at least one token")
+        for token_id in ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < limits.vocab_size:
+                raise UserError(
+                    f"prompt token id {token_id!r} is not in the vocabulary "
+                    f"(0 to {limits.vocab_size - 1})"
+                )
+        if len(ids) >= limits.max_model_len:
+            raise UserError(
+                f"the prompt has {len(ids):,} tokens, but max_model_len is "
+                f"{limits.max_model_len:,} and one must be left to generate: shorten the prompt "
+                f"or raise max_model_len"
+            )
+        if params.max_tokens is not None and len(ids) + params.max_tokens > limits.max_model_len:
+            raise UserError(
+                f"the prompt has {len(ids):,} tokens and max_tokens is {params.max_tokens:,}, "
+                f"together more than max_model_len {limits.max_model_len:,}: lower max_tokens or "
+                f"leave it out"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > limits.max_logprobs:
+                raise UserError(
+                    f"{name} {value} exceeds max_logprobs {limits.max_logprobs}: ask for fewer or "
+                    f"raise max_logprobs"
+                )
+        for name, listed in (
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids),
+        ):
+            for token_id in listed or ():
+                if token_id >= limits.vocab_size:
+                    raise UserError(
+                        f"{name} names token {token_id}, which is not in the vocabulary "
+                        f"(0 to {limits.vocab_size - 1})"
+                    )
+
+    def abort(self, request_ids: str | Iterable[str]) -> None:
+        """Give requests up, wherever they stand. Unknown ids are ignored: they have ended."""
+        for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            entry = self._prompts.get(name)
+            for child in list(entry.live) if entry else []:
+                self._end(child, FinishReason.ABORT)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._prompts)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Schedule, run, update, and turn tokens into text.
+
+        An exception in the runner ends the requests of the step with "error" and leaves the engine
+        clean; it comes back in the report. Only an interrupt is raised again.
+        """
+        started = self.clock()
+        pool = self.scheduler.kv.pool
+        counts = (pool.num_allocated, pool.num_freed, pool.num_touched)
+        plan = self.scheduler.schedule()
+        try:
+            result = self.runner.launch(plan).result()
+        except BaseException as error:
+            outputs = self._fail(plan, error)
+            if not isinstance(error, Exception):
+                raise
+            return self._report(plan, counts, started, outputs, error)
+        outputs = self._collect(plan, result)
+        if self.paranoid:
+            self.check()
+        return self._report(plan, counts, started, outputs)
+
+    def _collect(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Append what was sampled to scheduler and text; the outputs that changed."""
+        now = self.clock()
+        changed: dict[str, RequestOutput] = {}
+        for child, (first, entries) in result.prompt_logprobs.items():
+            if child in self._owner:
+                self._add_prompt_logprobs(child, first, entries)
+        for request, sampled in self.scheduler.update(plan, result):
+            name = self._owner[request.request_id]
+            entry = self._prompts[name]
+            if entry.output.time_to_first_token is None:
+                entry.output.time_to_first_token = now - entry.added
+                entry.output.num_cached_tokens = max(0, request.num_cached_tokens)
+            self._grow(entry, request, sampled)
+            changed[name] = entry.output
+        return list(changed.values())
+
+    def _grow(self, entry: _Prompt, request: Request, sampled: SampledToken) -> None:
+        """One more token of one continuation: its id, its text, its end."""
+        child = request.request_id
+        completion = entry.output.outputs[entry.live[child]]
+        completion.token_ids.append(sampled.token_id)
+        if sampled.logprobs is not None and completion.logprobs is not None:
+            completion.logprobs.append(self._with_text(sampled.logprobs))
+            assert completion.cumulative_logprob is not None
+            completion.cumulative_logprob += sampled.logprobs[sampled.token_id].logprob
+        ended = request.finish_reason is not None
+        stopped = request.finish_reason is FinishReason.STOP  # by a token, which is not shown
+        text = entry.text[child]
+        completion.delta = text.append([] if stopped else [sampled.token_id], finished=ended)
+        completion.text = text.text
+        if text.stopped_by is not None:
+            request.finish_reason, request.stop_reason = FinishReason.STOP, text.stopped_by
+            self.scheduler.finish(child, FinishReason.STOP, text.stopped_by)
+            ended = True
+        if ended:
+            self._close(entry, request)
+
+    def _add_prompt_logprobs(self, child: str, first: int, entries: list[TokenLogprobs]) -> None:
+        known = self._prompts[self._owner[child]].output.prompt_logprobs
+        assert known is not None, f"{child} did not ask for prompt_logprobs"
+        known[first : first + len(entries)] = [self._with_text(entry) for entry in entries]
+
+    def _with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        """Fill in the text of each token."""
+        decode = self.tokenizer.decode
+        return {
+            token_id: Logprob(entry.logprob, entry.rank, decode([token_id], False))
+            for token_id, entry in logprobs.items()
+        }
+
+    def _end(self, child: str, reason: FinishReason, stop_reason: str | None = None) -> None:
+        """End one continuation from outside; its text keeps what it has."""
+        request = self.scheduler.finish(child, reason, stop_reason)
+        assert request is not None, f"{child} is alive here but unknown to the scheduler"
+        entry = self._prompts[self._owner[child]]
+        completion = entry.output.outputs[entry.live[child]]
+        completion.delta = entry.text[child].append([], finished=True)
+        completion.text = entry.text[child].text
+        self._close(entry, request)
+
+    def _close(self, entry: _Prompt, request: Request) -> None:
+        """Write down how a continuation ended; the prompt's entry goes with its last one."""
+        child, output = request.request_id, entry.output
+        completion = output.outputs[entry.live.pop(child)]
+        assert request.finish_reason is not None
+        completion.finish_reason = request.finish_reason.value
+        completion.stop_reason = request.stop_reason
+        del self._owner[child], entry.text[child]
+        if not entry.live:
+            output.finished, output.elapsed = True, self.clock() - entry.added
+            del self._prompts[output.request_id]
+
+    def _fail(self, plan: StepPlan, error: BaseException) -> list[RequestOutput]:
+        """A step went wrong: end its requests, forget every cached block it may have spoilt."""
+        self.scheduler.kv.pool.reset_index()
+        failed: dict[str, RequestOutput] = {}
+        for row in plan.rows:
+            if row.request_id in self._owner:
+                output = self._prompts[self._owner[row.request_id]].output
+                failed[output.request_id] = output
+                self._end(row.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        return list(failed.values())
+
+    def _report(
+        self,
+        plan: StepPlan,
+        counts: tuple[int, int, int],
+        started: float,
+        outputs: list[RequestOutput],
+        error: BaseException | None = None,
+    ) -> StepReport:
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        seconds = self.clock() - started
+        waiting = len(scheduler.waiting)
+        if self.recorder.enabled:
+            running, free = len(scheduler.running), pool.num_free
+            self.recorder.emit(
+                StepTimed(plan.step, "", seconds, plan.num_tokens, running, waiting, free)
+            )
+        return StepReport(
+            step=plan.step,
+            ran=tuple([(row.request_id, row.num_tokens) for row in plan.rows]),
+            waited=plan.waited,
+            num_waiting=waiting,
+            preempted=plan.preempted,
+            blocks_taken=pool.num_allocated - counts[0],
+            blocks_freed=pool.num_freed - counts[1],
+            blocks_hit=pool.num_touched - counts[2],
+            seconds=seconds,
+            outputs=tuple(outputs),
+            error=error,
+        )
+
+    def why_waiting(self, request_id: str) -> str | None:
+        """Why a request got nothing in the last step; None if it ran or has ended."""
+        entry = self._prompts.get(request_id)
+        reasons = [self.scheduler.why_waiting(child) for child in entry.live] if entry else []
+        return None if None in reasons else next(iter(reasons), None)
+
+    def check(self) -> None:
+        """Assert every invariant of the engine and of what it drives."""
+        self.scheduler.check()
+        assert set(self._owner) == set(self.scheduler.requests), "engine and scheduler disagree"
+        live = [child for entry in self._prompts.values() for child in entry.live]
+        assert sorted(live) == sorted(self._owner), "a continuation is lost"
+        if not self._prompts:
+            pool: BlockPool = self.scheduler.kv.pool
+            assert pool.num_free == pool.num_usable, "the idle engine holds blocks"
+
+
+def snapshot(output: RequestOutput) -> RequestOutput:
+    """A copy that later steps do not change."""
+    return replace(
+        output,
+        outputs=[replace(c, token_ids=list(c.token_ids)) for c in output.outputs],
+    )

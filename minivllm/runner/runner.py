@@ -1,0 +1,134 @@
+"""`ModelRunner`: executes plans with the real model. The bridge between the two towers.
+
+It knows rows, not requests: what a request is, and which one goes next, the scheduler alone knows.
+
+Mirrors vllm/v1/worker/gpu_model_runner.py. Chapter 6 reads this file.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.base import cdiv
+from minivllm.config import EngineConfig
+from minivllm.kernels.batch import Batch
+from minivllm.models.decoder import Decoder
+from minivllm.request import TokenLogprobs
+from minivllm.runner.batch import Rows
+from minivllm.runner.sampler import Sampler, gather_logprobs
+from minivllm.runner.scripted import Finished
+from minivllm.sched.plan import RowPlan, SampledToken, StepPlan, StepResult
+
+LOGITS_AT_ONCE = 256  # rows of prompt logits in memory at a time: 50 MB at a vocabulary of 49k
+
+
+class ModelRunner:
+    """A `Runner` over a decoder and its paged KV cache.
+
+    Args:
+        config: resolved.
+        model: the decoder, weights loaded.
+        kv_cache: K and V of each layer.
+        sampler: draws tokens; see `minivllm.runner.sampler`.
+        device: where model and cache live.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Decoder,
+        kv_cache: list[tuple[Tensor, Tensor]],
+        sampler: Sampler,
+        device: torch.device,
+    ) -> None:
+        assert config.max_model_len is not None, "the config is not resolved"
+        self.model, self.kv_cache, self.sampler = model, kv_cache, sampler
+        block_size = config.cache.block_size
+        self.rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, block_size, device)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Finished:
+        """Run the step: update rows, build the batch, forward, sample."""
+        for row in plan.freed_rows:
+            self.rows.free(row)
+            self.sampler.remove(row)
+        for new in plan.new_rows:
+            self.rows.add(new)
+            self.sampler.add(new)
+        if not plan.rows:
+            return Finished(StepResult(plan.step, ()))
+        batch, sampling, prompts = self.rows.build(plan)
+        hidden = self.model(batch, self.kv_cache)  # [num_logits, hidden_size]
+        sampled = self._sample(hidden[: len(sampling)], sampling)
+        prompt_logprobs = self._prompt_logprobs(hidden[len(sampling) :], prompts)
+        in_order = tuple([sampled.get(planned.row) for planned in plan.rows])
+        return Finished(StepResult(plan.step, in_order, prompt_logprobs))
+
+    def _sample(self, hidden: Tensor, sampling: list[RowPlan]) -> dict[int, SampledToken]:
+        """Draw the token after each sampling row's newest; row -> token."""
+        if not sampling:
+            return {}
+        row_ids = [planned.row for planned in sampling]
+        positions = [planned.start + planned.num_tokens for planned in sampling]
+        logits = self.model.compute_logits(hidden)
+        tokens = self.sampler(logits, row_ids, positions)
+        for row, token in zip(row_ids, tokens, strict=True):
+            self.rows.tokens[row].append(token.token_id)
+        return dict(zip(row_ids, tokens, strict=True))
+
+    def _prompt_logprobs(
+        self, hidden: Tensor, prompts: list[tuple[RowPlan, int]]
+    ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+        """Log-probabilities of the prompt tokens after each of `hidden`, a slice at a time."""
+        found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        offset = 0
+        for planned, count in prompts:
+            new = self.rows.info[planned.row]
+            assert new is not None and new.params.prompt_logprobs is not None
+            first = planned.start + 1  # the position that the first of these states scores
+            targets = new.token_ids[first : first + count]
+            entries: list[TokenLogprobs] = []
+            for begin in range(0, count, LOGITS_AT_ONCE):
+                end = min(begin + LOGITS_AT_ONCE, count)
+                logits = self.model.compute_logits(hidden[offset + begin : offset + end])
+                entries += gather_logprobs(logits, targets[begin:end], new.params.prompt_logprobs)
+            found[planned.request_id] = (first, entries)
+            offset += count
+        return found
+
+    def profile(self, num_tokens: int, num_rows: int) -> int:
+        """Run the largest step with throw-away input; returns the peak of its activations, bytes.
+
+        Every token writes the null block. CUDA only.
+        """
+        device = self.rows.device
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with torch.inference_mode():
+            batch = self._dummy_batch(num_tokens, num_rows)
+            logits = self.model.compute_logits(self.model(batch, self.kv_cache))
+            self.sampler.profile(logits)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    def _dummy_batch(self, num_tokens: int, num_rows: int) -> Batch:
+        device = self.rows.device
+        per_row = cdiv(num_tokens, num_rows)
+        starts = torch.arange(num_rows + 1).mul_(per_row).clamp_(max=num_tokens)
+        lengths = starts.diff()
+        integers: dict[str, Any] = {"dtype": torch.int64, "device": device}
+        return Batch(
+            token_ids=torch.zeros(num_tokens, **integers),
+            positions=torch.zeros(num_tokens, **integers),
+            slot_mapping=torch.zeros(num_tokens, **integers),
+            query_start=starts.to(device, torch.int32),
+            seq_lens=lengths.to(device, torch.int32),
+            block_tables=torch.zeros(
+                num_rows, cdiv(per_row, self.rows.block_size), dtype=torch.int32, device=device
+            ),
+            logits_index=torch.zeros(num_rows, **integers),
+            num_decode_rows=int((lengths == 1).sum()) if per_row == 1 else 0,
+            max_query_len=per_row,
+            max_seq_len=per_row,
+        )
