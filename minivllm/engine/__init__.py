@@ -1,0 +1,1 @@
+"""The loop around scheduler and runner, and the text around the tokens."""

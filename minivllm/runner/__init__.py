@@ -1,0 +1,1 @@
+"""The bridge: plans become tensors, tensors become tokens."""

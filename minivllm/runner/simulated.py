@@ -18,7 +18,7 @@ def linear_cost(per_step: float, per_token: float) -> Cost:
 
 
 class SimulatedRunner:
-    """A `Runner` that samples `token_id` for every row; `clock` is the simulated time in seconds."""
+    """A `Runner` that samples `token_id` for every row; `clock` is simulated time in seconds."""
 
     def __init__(self, cost: Cost, *, token_id: int = 0) -> None:
         self.cost = cost
