@@ -11,10 +11,11 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from minivllm.base import UserError
 from minivllm.cache.pool import BlockPool
-from minivllm.engine.detokenizer import Detokenizer, TextTokenizer
+from minivllm.engine.detokenizer import Detokenizer
 from minivllm.request import (
     CompletionOutput,
     FinishReason,
@@ -27,6 +28,20 @@ from minivllm.request import (
 from minivllm.sched.plan import Runner, SampledToken, StepPlan, StepResult
 from minivllm.sched.scheduler import Scheduler
 from minivllm.trace import EventSink, NullRecorder, Refused, StepTimed
+
+
+class TextTokenizer(Protocol):
+    """What the engine needs of `minivllm.models.tokenizer.Tokenizer`."""
+
+    backend: Any  # a tokenizers.Tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids."""
+        ...
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Ids to text."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,7 @@ class Engine:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
         live = {child.request_id: index for index, child in enumerate(children)}
         entry = _Prompt(output, params, self.clock(), live)
-        entry.text = {child: Detokenizer(self.tokenizer, params, ids) for child in live}
+        entry.text = {child: Detokenizer(self.tokenizer.backend, params, ids) for child in live}
         self._prompts[name] = entry
         self._owner |= dict.fromkeys(live, name)
         return output
@@ -304,7 +319,8 @@ class Engine:
         ended = request.finish_reason is not None
         stopped = request.finish_reason is FinishReason.STOP  # by a token, which is not shown
         text = entry.text[child]
-        completion.delta = text.append([] if stopped else [sampled.token_id], finished=ended)
+        shown = not stopped or entry.params.include_stop_str_in_output
+        completion.delta = text.append([sampled.token_id] if shown else [], finished=ended)
         completion.text = text.text
         if text.stopped_by is not None:
             request.finish_reason, request.stop_reason = FinishReason.STOP, text.stopped_by

@@ -16,7 +16,7 @@ from minivllm.kernels.batch import Batch
 from minivllm.models.decoder import Decoder
 from minivllm.request import TokenLogprobs
 from minivllm.runner.batch import Rows
-from minivllm.runner.sampler import Sampler, gather_logprobs
+from minivllm.runner.sampler import Sampler
 from minivllm.runner.scripted import Finished
 from minivllm.sched.plan import RowPlan, SampledToken, StepPlan, StepResult
 
@@ -87,12 +87,14 @@ class ModelRunner:
             new = self.rows.info[planned.row]
             assert new is not None and new.params.prompt_logprobs is not None
             first = planned.start + 1  # the position that the first of these states scores
-            targets = new.token_ids[first : first + count]
+            targets = torch.tensor(new.token_ids[first : first + count], device=hidden.device)
             entries: list[TokenLogprobs] = []
             for begin in range(0, count, LOGITS_AT_ONCE):
                 end = min(begin + LOGITS_AT_ONCE, count)
                 logits = self.model.compute_logits(hidden[offset + begin : offset + end])
-                entries += gather_logprobs(logits, targets[begin:end], new.params.prompt_logprobs)
+                entries += self.sampler.prompt_logprobs(
+                    logits, targets[begin:end], new.params.prompt_logprobs
+                )
             found[planned.request_id] = (first, entries)
             offset += count
         return found
@@ -108,7 +110,7 @@ class ModelRunner:
         with torch.inference_mode():
             batch = self._dummy_batch(num_tokens, num_rows)
             logits = self.model.compute_logits(self.model(batch, self.kv_cache))
-            self.sampler.profile(logits)
+            self.sampler.draw(logits, range(num_rows), [0] * num_rows)
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
