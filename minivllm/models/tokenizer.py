@@ -54,7 +54,7 @@ BEGINS_WITH_BOS = ("llama-bpe", "llama-v3", "llama3")  # unless the file says ot
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """One model's tokenizer. Thread-safe; `backend` also serves `tokenizers.decoders.DecodeStream`."""
+    """One model's tokenizer, thread-safe. `backend` also serves tokenizers' DecodeStream."""
 
     backend: Backend
     special_tokens: dict[str, str]  # "bos_token" -> "<s>", ...
@@ -62,7 +62,7 @@ class Tokenizer:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """The largest id + 1. The model's own table may be longer: padding that is never sampled."""
+        """The largest id + 1. A model's table may be longer: padding that is never sampled."""
         return max(self.backend.get_vocab().values(), default=-1) + 1
 
     @functools.cached_property
@@ -77,7 +77,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own token that ends a text; `ModelConfig.eos_token_ids` has the others."""
+        """The tokenizer's own end of a text; `ModelConfig.eos_token_ids` has the others."""
         return tuple(self._named_ids[n] for n in ("eos_token",) if n in self._named_ids)
 
     @functools.cached_property
