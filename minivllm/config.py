@@ -9,11 +9,14 @@ LoRA, speculation, multimodality. Chapter 1 reads `ModelConfig`.
 """
 
 import dataclasses
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.base import ModelError, UserError, did_you_mean
+
+logger = logging.getLogger("minivllm")
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -153,12 +156,10 @@ class EngineConfig:
     seed: int = 0
     max_model_len: int | None = None  # None = what the model was trained for
     load_format: str = "auto"  # "auto", "safetensors", "gguf" or "dummy" (random weights)
-    enforce_eager: bool = False
     max_logprobs: int = 20
     revision: str | None = None
     download_dir: str | None = None
     chat_template: str | None = None  # a file, or the template itself
-    disable_log_stats: bool = True
     paranoid: bool = False  # check every invariant after each step
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -251,6 +252,12 @@ class EngineConfig:
                 f"{model.max_position:,} tokens: lower it, or use a model with RoPE scaling"
             )
         sched = self.scheduler
+        if sched.max_num_batched_tokens < sched.max_num_seqs:
+            logger.warning(
+                "max_num_batched_tokens %d is below max_num_seqs %d: a step cannot serve every row",
+                sched.max_num_batched_tokens,
+                sched.max_num_seqs,
+            )
         if not sched.enable_chunked_prefill and sched.max_num_batched_tokens < max_model_len:
             raise UserError(
                 f"without chunked prefill a prompt must fit one step, but max_num_batched_tokens "

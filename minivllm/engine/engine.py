@@ -33,7 +33,10 @@ from minivllm.trace import EventSink, NullRecorder, Refused, StepTimed
 class TextTokenizer(Protocol):
     """What the engine needs of `minivllm.models.tokenizer.Tokenizer`."""
 
-    backend: Any  # a tokenizers.Tokenizer
+    @property
+    def backend(self) -> Any:
+        """A `tokenizers.Tokenizer`."""
+        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text to ids."""
@@ -271,23 +274,25 @@ class Engine:
     def step(self) -> StepReport:
         """Schedule, run, update, and turn tokens into text.
 
-        An exception in the runner ends the requests of the step with "error" and leaves the engine
-        clean; it comes back in the report. Only an interrupt is raised again.
+        An exception ends the requests of the step (all of them, if it came before there was a
+        plan) with "error" and leaves the engine clean; it comes back in the report. Only an
+        interrupt is raised again.
         """
         started = self.clock()
         pool = self.scheduler.kv.pool
         counts = (pool.num_allocated, pool.num_freed, pool.num_touched)
-        plan = self.scheduler.schedule()
+        plan: StepPlan | None = None
         try:
+            plan = self.scheduler.schedule()
             result = self.runner.launch(plan).result()
+            outputs = self._collect(plan, result)
+            if self.paranoid:
+                self.check()
         except BaseException as error:
             outputs = self._fail(plan, error)
             if not isinstance(error, Exception):
                 raise
             return self._report(plan, counts, started, outputs, error)
-        outputs = self._collect(plan, result)
-        if self.paranoid:
-            self.check()
         return self._report(plan, counts, started, outputs)
 
     def _collect(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -364,26 +369,27 @@ class Engine:
             output.finished, output.elapsed = True, self.clock() - entry.added
             del self._prompts[output.request_id]
 
-    def _fail(self, plan: StepPlan, error: BaseException) -> list[RequestOutput]:
+    def _fail(self, plan: StepPlan | None, error: BaseException) -> list[RequestOutput]:
         """A step went wrong: end its requests, forget every cached block it may have spoilt."""
         self.scheduler.kv.pool.reset_index()
         failed: dict[str, RequestOutput] = {}
-        for row in plan.rows:
-            if row.request_id in self._owner:
-                output = self._prompts[self._owner[row.request_id]].output
+        for child in [row.request_id for row in plan.rows] if plan else list(self._owner):
+            if child in self._owner:
+                output = self._prompts[self._owner[child]].output
                 failed[output.request_id] = output
-                self._end(row.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+                self._end(child, FinishReason.ERROR, f"{type(error).__name__}: {error}")
         return list(failed.values())
 
     def _report(
         self,
-        plan: StepPlan,
+        plan: StepPlan | None,
         counts: tuple[int, int, int],
         started: float,
         outputs: list[RequestOutput],
         error: BaseException | None = None,
     ) -> StepReport:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        plan = plan or StepPlan(scheduler.step, (), (), (), 0)
         seconds = self.clock() - started
         waiting = len(scheduler.waiting)
         if self.recorder.enabled:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from tqdm.auto import tqdm
 
@@ -184,7 +184,9 @@ class LLM:
         self, messages: Messages, add_generation_prompt: bool, template_args: dict[str, Any]
     ) -> list[int]:
         text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, **template_args
+            [dict(m) for m in messages],
+            add_generation_prompt=add_generation_prompt,
+            **template_args,
         )
         # The template wrote the special tokens already: none is added a second time.
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -200,10 +202,10 @@ class LLM:
         Leaving the loop early aborts the request.
         """
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            prompt = self._chat_ids(prompt, True, {})  # type: ignore[arg-type]
+            prompt = self._chat_ids(cast(Messages, prompt), True, {})
         outputs: list[RequestOutput] = []
         with self._own_requests(outputs):
-            output = self._add(prompt, sampling_params or SamplingParams(), 0)  # type: ignore[arg-type]
+            output = self._add(cast(Prompt, prompt), sampling_params or SamplingParams(), 0)
             outputs.append(output)
             while not output.finished:
                 report = self._step_or_raise()
@@ -223,7 +225,9 @@ class LLM:
         before = self.tokenizer.encode(context) if context else []
         prompts = []
         for text in _as_prompts(texts):
-            ids = self._token_ids(text, add_special_tokens=not before)
+            ids, _ = _unpack(text)
+            if isinstance(ids, str):
+                ids = self.tokenizer.encode(ids, add_special_tokens=not before)
             if len(before) + len(ids) < 2 or not ids:
                 raise UserError("a text to score needs two tokens, or one and a context")
             prompts.append([*before, *ids])
@@ -286,30 +290,14 @@ class LLM:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt", ""))
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens)
-        return list(prompt)
-
     def _add(
         self, prompt: Prompt, params: SamplingParams, priority: int, request_id: str | None = None
     ) -> RequestOutput:
-        salt = None
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-            if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
-                raise UserError(
-                    f"a prompt given as a dict holds 'prompt' or 'prompt_token_ids' and perhaps "
-                    f"'cache_salt', not {sorted(prompt)}"
-                )
-            salt = prompt.get("cache_salt")
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt", ""))
         if not isinstance(params, SamplingParams):
             raise UserError(f"sampling_params must be SamplingParams, not {params!r}")
+        text, salt = _unpack(prompt)
         return self.engine.add_request(
-            prompt, params, request_id=request_id, priority=priority, salt=salt
+            text, params, request_id=request_id, priority=priority, salt=salt
         )
 
     def _step_or_raise(self) -> StepReport:
@@ -350,6 +338,19 @@ def _deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if pressed:
         raise KeyboardInterrupt
+
+
+def _unpack(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
+    """A prompt in any form -> (text or token ids, cache salt)."""
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown or not {"prompt", "prompt_token_ids"} & set(prompt):
+        raise UserError(
+            f"a prompt given as a dict holds 'prompt' or 'prompt_token_ids' and perhaps "
+            f"'cache_salt', not {sorted(prompt)}"
+        )
+    return prompt.get("prompt_token_ids") or prompt.get("prompt", ""), prompt.get("cache_salt")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

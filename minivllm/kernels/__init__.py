@@ -1,0 +1,1 @@
+"""Every op twice: in plain PyTorch and in Triton, under one signature."""
