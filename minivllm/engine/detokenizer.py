@@ -22,6 +22,7 @@ from minivllm.request import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what decoding makes of bytes that are no character (yet)
 MAX_UNFINISHED = 3  # replacement characters that an unfinished UTF-8 character can show as
+MAX_WAIT = 24  # tokens; what is still broken after so many is broken for good
 WINDOW = 8  # tokens of context; a character spans 4 at most
 
 
@@ -73,13 +74,15 @@ class TextStream:
             self._ids, self._num_sent = self._ids[self._num_clean :], 0
             self._num_clean = 0
             text = self._decode(self._ids)
-        num_held = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_UNFINISHED)
+        num_held = len(text) - len(text.rstrip(REPLACEMENT))
+        if len(self._ids) - self._num_clean > MAX_WAIT:
+            num_held = min(num_held, MAX_UNFINISHED)
         num_certain = max(self._num_sent, len(text) - num_held)
         delta = text[self._num_sent : num_certain]
         self._text, self._num_sent = text, num_certain
         if num_certain == len(text):
             self._num_clean = len(self._ids)
-        if len(self._ids) >= 2 * WINDOW:
+        if len(self._ids) >= 2 * WINDOW and num_held <= MAX_UNFINISHED:
             self._trim()
         return delta
 
