@@ -1,6 +1,6 @@
 """minivllm against transformers `generate` on a CPU: SmolLM2-135M, fp32, greedy, same token ids.
 
-    python benchmarks/cpu_vs_transformers.py SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/cpu_vs_transformers.py [SmolLM2-135M-Instruct.Q4_1.gguf]
 
 Both engines live in this process and take turns, and the best of N rounds counts, so that a busy
 machine hits both alike: only the ratios mean something, and only while nothing else runs. A
@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from minivllm import LLM, SamplingParams
+from minivllm.models.hub import fetch
 
 MIB = 1 << 20
 BLOCK_SIZE = 16
@@ -59,8 +62,6 @@ def workloads() -> dict[str, list[Work]]:
 
 def load_minivllm(gguf: str, num_blocks: int) -> Callable[[list[Work]], Outputs]:
     """The engine as a function from work to output ids."""
-    from minivllm import LLM, SamplingParams  # the memory run times this import
-
     llm = LLM(
         gguf,
         dtype="float32",
@@ -76,7 +77,8 @@ def load_minivllm(gguf: str, num_blocks: int) -> Callable[[list[Work]], Outputs]
             SamplingParams(temperature=0, max_tokens=w.num_output_tokens, ignore_eos=True)
             for w in work
         ]
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
 
     return run
 
@@ -131,15 +133,11 @@ def peak_rss_bytes() -> int:
 def memory_run(gguf: str) -> dict[str, float]:
     """Load, run the mixed work, and say what it took; called in a process of its own."""
     start = time.perf_counter()
-    import minivllm.engine.llm  # noqa: F401
-
-    imported = time.perf_counter()
     run = load_minivllm(gguf, NUM_BLOCKS_MEMORY)
     loaded = time.perf_counter()
     run(workloads()["mixed"])
     return {
-        "import_s": round(imported - start, 2),
-        "load_s": round(loaded - imported, 2),
+        "load_s": round(loaded - start, 2),
         "peak_rss_bytes": peak_rss_bytes(),
     }
 
@@ -166,23 +164,24 @@ def compare(
 def main() -> None:
     """Measure, print a line each, then JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("gguf", type=Path, help="the SmolLM2-135M-Instruct GGUF file")
+    parser.add_argument("gguf", type=Path, nargs="?", help="default: smollm2, fetched when missing")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--memory-run", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    gguf = args.gguf or fetch()
     torch.set_num_threads(args.threads)
     if args.memory_run:
-        print(json.dumps(memory_run(str(args.gguf))))
+        print(json.dumps(memory_run(str(gguf))))
         return
 
-    child = [sys.executable, __file__, str(args.gguf), "--memory-run"]
+    child = [sys.executable, __file__, str(gguf), "--memory-run"]
     child += ["--threads", str(args.threads)]
     out = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=True).stdout
     card = json.loads(out.splitlines()[-1])
-    print(f"import {card['import_s']} s, then LLM(gguf) {card['load_s']} s")
+    print(f"LLM(gguf), tokenizer included: {card['load_s']} s")
 
-    transformers, weight_bytes, kv_bytes = load_transformers(args.gguf)
+    transformers, weight_bytes, kv_bytes = load_transformers(gguf)
     pool_bytes = NUM_BLOCKS_MEMORY * BLOCK_SIZE * kv_bytes
     overhead = card["peak_rss_bytes"] - weight_bytes - pool_bytes
     card |= {"weight_bytes": weight_bytes, "pool_bytes": pool_bytes, "overhead_bytes": overhead}
@@ -193,7 +192,7 @@ def main() -> None:
 
     engines = {
         "transformers": transformers,
-        "minivllm": load_minivllm(str(args.gguf), NUM_BLOCKS),
+        "minivllm": load_minivllm(str(gguf), NUM_BLOCKS),
     }
     for run in engines.values():
         run([Work(list(range(100, 116)), 4)])  # first-call costs are nobody's speed
