@@ -109,6 +109,11 @@ def load(path, dtype=torch.float32) -> Decoder:
     return model
 
 
+def values(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's numbers, whatever layout `finalize` gave it."""
+    return parameter.to_dense() if parameter.is_mkldnn else parameter
+
+
 @torch.inference_mode()
 def logits(model: Decoder, tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocab_size], all tokens in one step."""

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from model_files import load, logits, write_gguf
+from model_files import load, logits, values, write_gguf
 from test_decoder import ARCHITECTURES, ROPES, hf_model, our_config
 
 from minivllm.base import ModelError
@@ -265,9 +265,10 @@ class TestConfig:
             ({"hidden_size": True}, "hidden_size 'True'"),
             ({"num_attention_heads": 0}, "num_heads is 0"),
             ({"num_key_value_heads": 3}, "not a multiple"),
-            ({"num_hidden_layers": 1 << 40}, "claims"),
+            ({"num_hidden_layers": 1 << 40}, "claims 1,099,511,627,776 layers"),
+            ({"num_hidden_layers": 4000}, "claims 4,000 layers but holds"),
             ({"vocab_size": 1 << 40}, "has shape [97, 64]"),
-            ({"max_position_embeddings": 1 << 40}, "claims a context"),
+            ({"max_position_embeddings": 1 << 40}, "claims 1,099,511,627,776 tokens of context"),
             ({"rms_norm_eps": -1}, "rms_norm_eps '-1'"),
             ({"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes'"),
         ],
@@ -312,7 +313,7 @@ class TestGGUF:
         attention = hf.model.layers[1].self_attn
         rows = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         stored = [gguf.dequantize(gguf.quantize(w.detach().numpy(), kind), kind) for w in rows]
-        packed = model.layers[1].self_attn.qkv_proj.weight.numpy()
+        packed = values(model.layers[1].self_attn.qkv_proj.weight).numpy()
         assert np.array_equal(packed, np.concatenate(stored))
         if quant in ("F16", "Q8_0"):  # rounding to 8 bits moves these steep logits by about a tenth
             check_same(tmp_path / "m.gguf", hf, tolerance=0.5)
@@ -399,7 +400,7 @@ class TestGGUF:
             stored["blk.7.attn_q.weight"].data, stored["blk.7.attn_q.weight"].tensor_type
         )
         q = q.reshape(9, 32, 2, 576).swapaxes(1, 2).reshape(576, 576)
-        assert np.array_equal(model.layers[7].self_attn.qkv_proj.weight[:576].numpy(), q)
+        assert np.array_equal(values(model.layers[7].self_attn.qkv_proj.weight)[:576].numpy(), q)
         assert sum(p.numel() for p in model.parameters()) == 134_515_008
 
 
@@ -418,6 +419,7 @@ class TestDummy:
             load_weights(model, files, config, torch.float32, "cpu")
             models.append(model)
         for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            a, b = values(a), values(b)
             assert torch.equal(a, b)
             assert torch.equal(a, torch.ones_like(a)) == name.endswith("norm.weight")
         assert 0.019 < models[0].embed_tokens.weight.std() < 0.021

@@ -44,20 +44,23 @@ class TensorEntry:
         """Yield (first row, rows) in order; a vector's rows are its elements.
 
         Raises:
-            ModelError: the file became shorter since its header was read.
+            ModelError: the file went away or became shorter since its header was read.
         """
         num_rows, row_shape = self.shape[0], self.shape[1:]
         row_bytes = self.num_bytes // num_rows
         step = max(1, CHUNK_ELEMENTS // max(1, math.prod(row_shape)))
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            for row in range(0, num_rows, step):
-                buffer = bytearray(min(step, num_rows - row) * row_bytes)
-                if file.readinto(buffer) != len(buffer):
-                    raise ModelError(
-                        f"{self.path} ends inside tensor {self.name!r}: fetch it again"
-                    )
-                yield row, self.decode(buffer).view(-1, *row_shape)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                for row in range(0, num_rows, step):
+                    buffer = bytearray(min(step, num_rows - row) * row_bytes)
+                    if file.readinto(buffer) != len(buffer):
+                        raise ModelError(
+                            f"{self.path} ends inside tensor {self.name!r}: fetch it again"
+                        )
+                    yield row, self.decode(buffer).view(-1, *row_shape)
+        except OSError as error:
+            raise ModelError(f"cannot read {self.path}: {error.strerror}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ ARCHITECTURES = {
 }
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 MAX_CONTEXT = 1 << 24  # tokens; a larger number is a broken file, and would size tables
+MAX_LAYERS = 1 << 12  # likewise
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
 _MISSING = object()
@@ -71,7 +72,8 @@ def config_from_json(
         )
     if (act := config.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"{source} has hidden_act {act!r}, but only 'silu' is supported")
-    heads, layers = field.integer("num_attention_heads"), field.integer("num_hidden_layers")
+    heads = field.integer("num_attention_heads")
+    layers = _believable(field.integer("num_hidden_layers"), MAX_LAYERS, "layers", source)
     hidden_size = field.integer("hidden_size")
     kv_default = {"llama": heads, "mistral": 8}.get(architecture, 32)
     head_dim_default = 128 if architecture == "qwen3" else hidden_size // max(heads, 1)
@@ -80,6 +82,7 @@ def config_from_json(
     )
     window, window_layers = _sliding_window(field, architecture, layers)
     max_position = field.integer("max_position_embeddings")
+    max_position = _believable(max_position, MAX_CONTEXT, "tokens of context", source)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = dtype.removeprefix("torch.")
     return ModelConfig(
@@ -91,7 +94,7 @@ def config_from_json(
         num_heads=heads,
         num_kv_heads=field.integer("num_key_value_heads", kv_default, none=heads),
         head_dim=field.integer("head_dim", head_dim_default, none=head_dim_default),
-        max_position=_believable_context(max_position, source),
+        max_position=max_position,
         rms_norm_eps=field.number("rms_norm_eps", 1e-6),
         rope=_rope(field, max_position),
         tie_word_embeddings=field.boolean("tie_word_embeddings"),
@@ -181,8 +184,7 @@ def _sliding_window(
     types = field.config.get("layer_types")
     if types is None:
         first = field.integer("max_window_layers", 28)
-        # A list of a billion layers is never made: check_weights has not seen the number yet.
-        return window, tuple(layer >= first for layer in range(min(layers, MAX_CONTEXT)))
+        return window, tuple(layer >= first for layer in range(layers))
     known = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or len(types) != layers or any(t not in known for t in types):
         raise field.wrong("layer_types", types, f"{layers} times {' or '.join(known)}")
@@ -221,10 +223,10 @@ def _ids(config: dict[str, Any]) -> list[int]:
     return [token for token in values if type(token) is int and token >= 0]
 
 
-def _believable_context(tokens: int, source: str | Path) -> int:
-    if tokens > MAX_CONTEXT:
-        raise ModelError(f"{source} claims a context of {tokens:,} tokens: its config is broken")
-    return tokens
+def _believable(number: int, limit: int, what: str, source: str | Path) -> int:
+    if number > limit:
+        raise ModelError(f"{source} claims {number:,} {what}: its config is broken")
+    return number
 
 
 def _from_gguf(file: GGUFFile) -> ModelConfig:
@@ -255,7 +257,9 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
                 f"size {head_dim} is supported there"
             )
     embedding = file.tensors.get("token_embd.weight")
-    max_position = integer("context_length")
+    max_position = _believable(
+        integer("context_length"), MAX_CONTEXT, "tokens of context", file.path
+    )
     eps = file.get(f"{architecture}.attention.layer_norm_rms_epsilon", float, 1e-6)
     tokens = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot")]
     return ModelConfig(
@@ -264,11 +268,11 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
         vocab_size=embedding.shape[0] if embedding else integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=integer("feed_forward_length"),
-        num_layers=integer("block_count"),
+        num_layers=_believable(integer("block_count"), MAX_LAYERS, "layers", file.path),
         num_heads=heads,
         num_kv_heads=integer("attention.head_count_kv", heads) or 0,
         head_dim=head_dim,
-        max_position=_believable_context(max_position, file.path),
+        max_position=max_position,
         rms_norm_eps=eps,
         rope=_gguf_rope(file, architecture, head_dim, max_position),
         tie_word_embeddings="output.weight" not in file.tensors,
