@@ -156,6 +156,8 @@ def test_first_output_token_keeps_the_space_it_brings() -> None:
     ids = tokenizer.encode("It ends.").ids
     assert stream(tokenizer, ids, tokenizer.encode("x.").ids)[1].text == " It ends."
     assert stream(tokenizer, ids)[1].text == "It ends."
+    # A lone "▁" has no text at the start, but the next space is then one to be shown.
+    assert stream(tokenizer, [tokenizer.token_to_id("▁"), *ids])[1].text == " It ends."
     # Special tokens have no text: the prompt's end must reach back to one that has.
     end = tokenizer.token_to_id("</s>")
     assert stream(tokenizer, ids, [*tokenizer.encode("x.").ids, *[end] * 20])[1].text == " It ends."
@@ -174,10 +176,9 @@ def test_broken_bytes_beside_whole_characters_in_byte_fallback() -> None:
     """Decoding at once would turn the whole run into U+FFFD; what was shown already stays."""
     tokenizer = sentence_piece()
     ids = tokenizer.encode("🧪🧪").ids
-    assert stream(tokenizer, ids[:-1])[1].text.rstrip("\ufffd") == "🧪"
+    assert stream(tokenizer, ids[:-1])[1].text == "🧪" + "\ufffd" * 3
     after = [*ids[:-1], *tokenizer.encode("ok").ids]
-    assert stream(tokenizer, after)[1].text.startswith("🧪\ufffd")
-    assert stream(tokenizer, after)[1].text.endswith("ok")
+    assert stream(tokenizer, after)[1].text == "🧪" + "\ufffd" * 3 + " ok"
 
 
 def test_prompt_that_ends_inside_a_character() -> None:
@@ -186,7 +187,7 @@ def test_prompt_that_ends_inside_a_character() -> None:
     ids = tokenizer.encode("ok 🧪 done").ids
     inside = next(i for i in range(len(ids)) if tokenizer.decode(ids[:i]).endswith("\ufffd"))
     text = stream(tokenizer, ids[inside:], ids[:inside])[1].text
-    assert text.endswith(" done") and "ok" not in text
+    assert text == "\ufffd done"
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
