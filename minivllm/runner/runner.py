@@ -110,7 +110,7 @@ class ModelRunner:
         with torch.inference_mode():
             batch = self._dummy_batch(num_tokens, num_rows)
             logits = self.model.compute_logits(self.model(batch, self.kv_cache))
-            self.sampler.draw(logits, range(num_rows), [0] * num_rows)
+            self.sampler.profile(logits)
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
