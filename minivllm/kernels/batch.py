@@ -13,6 +13,8 @@ Mirrors vllm/v1/attention/backend.py (CommonAttentionMetadata). Chapters 5 and 7
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +41,11 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return self.token_ids.shape[0]
+
+    @cached_property
+    def shared(self) -> dict[Any, Any]:
+        """What an op derives from the batch once, for every layer to use; empty at first."""
+        return {}
 
     @property
     def num_rows(self) -> int:

@@ -37,4 +37,31 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, out_features]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
+
+    def finalize(self) -> None:
+        """Call once, when the weight is loaded: on a CPU its memory is laid out for the product.
+
+        Name and shape stay; the layout is oneDNN's. `weight.to_dense()` reads the values.
+        """
+        self.weight = nn.Parameter(blocked(self.weight), requires_grad=False)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, for a plain or a blocked weight."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def blocked(weight: Tensor) -> Tensor:
+    """A copy of an fp32 CPU weight in the tiles that oneDNN reads; any other weight as it is.
+
+    PyTorch's fp32 product on x86 is MKL's, which is 1.5 times (one row) to 6 times (eight rows)
+    slower on an AMD Zen 4 than oneDNN's with a blocked weight.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.is_mkldnn:
+        return weight
+    if not torch.backends.mkldnn.is_available():
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight)

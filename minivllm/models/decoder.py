@@ -119,6 +119,14 @@ class Decoder(nn.Module):
         table = rope_table(config.rope, config.head_dim, max_model_len, config.max_position)
         self.register_buffer("cos_sin", table.to(device), persistent=False)
 
+    def finalize(self) -> None:
+        """Call once, after loading and before the first step: weights take their fastest layout."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.finalize()
+        if self.lm_head is None:
+            self.embed_tokens.finalize_head()
+
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Run the step's tokens; write their K and V into the cache, one pair a layer.
