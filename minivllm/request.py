@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 
 from minivllm.base import UserError, did_you_mean
 
+MAX_N = 16_384  # continuations of one prompt; each is a request of its own
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_int(value) or value < low:
                 raise UserError(f"{name} must be an integer of at least {low}, not {value!r}")
+        if self.n > MAX_N:
+            raise UserError(f"n must be at most {MAX_N:,}, not {self.n:,}")
         for name, low in (
             ("max_tokens", 1),
             ("logprobs", 0),

@@ -196,11 +196,13 @@ def event_from_json(record: dict[str, Any]) -> Event:
     Raises:
         UserError: the record is not an event of ours.
     """
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k != "event"}
     try:
-        event: Event = _KINDS[record["event"]](**values)
+        kind, values = record["event"], {k: v for k, v in record.items() if k != "event"}
+        for name, value in values.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        event: Event = _KINDS[kind](**values)
         return event
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"not a trace event: {record!r} ({error})") from None
 
 
@@ -220,5 +222,5 @@ def read_jsonl(path: str | Path) -> list[Event]:
     with open(path, encoding="utf-8") as file:
         try:
             return [event_from_json(json.loads(line)) for line in file if line.strip()]
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not a trace: {error}") from None

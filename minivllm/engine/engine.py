@@ -85,7 +85,7 @@ class _Prompt:
     output: RequestOutput
     params: SamplingParams
     added: float
-    live: dict[str, int]  # child request id -> index
+    live: dict[str, int] = field(default_factory=dict)  # child request id -> index
     text: dict[str, Detokenizer] = field(default_factory=dict)
 
 
@@ -148,31 +148,47 @@ class Engine:
         Raises:
             UserError: the request can never run; the sentence says why. Nothing is queued.
         """
-        name = request_id if request_id is not None else str(self._num_added)
-        text = prompt if isinstance(prompt, str) else None
+        while request_id is None and str(self._num_added) in self._prompts:
+            self._num_added += 1  # somebody chose this number as a name
+        name = str(self._num_added) if request_id is None else request_id
         try:
+            _check_names(request_id, priority, salt)
             if name in self._prompts:
                 raise UserError(f"request id {name!r} is in use: wait for it or take another id")
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            ids = self._token_ids(prompt)
             self._check(ids, params)
             children = self._children(name, ids, params, priority, salt)
-            self._queue(children)
+            entry = self._entry(name, prompt if isinstance(prompt, str) else None, ids, params)
+            entry.live = {child.request_id: index for index, child in enumerate(children)}
+            entry.text = {
+                child: Detokenizer(self.tokenizer.backend, params, ids) for child in entry.live
+            }
+            self._queue(children)  # last: nothing after it can fail
         except UserError as error:
             if self.recorder.enabled:
-                self.recorder.emit(Refused(self.scheduler.step, name, str(error)))
+                self.recorder.emit(Refused(self.scheduler.step, str(name), str(error)))
             raise
+        self._prompts[name] = entry
+        self._owner |= dict.fromkeys(entry.live, name)
+        return entry.output
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+            return list(prompt)
+        raise UserError(f"a prompt is a text or a list of token ids, not {prompt!r}")
+
+    def _entry(
+        self, name: str, text: str | None, ids: list[int], params: SamplingParams
+    ) -> _Prompt:
         output = RequestOutput(name, text, ids, [CompletionOutput(i) for i in range(params.n)])
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None] * len(ids)
         if params.logprobs is not None:
             for completion in output.outputs:
                 completion.logprobs, completion.cumulative_logprob = [], 0.0
-        live = {child.request_id: index for index, child in enumerate(children)}
-        entry = _Prompt(output, params, self.clock(), live)
-        entry.text = {child: Detokenizer(self.tokenizer.backend, params, ids) for child in live}
-        self._prompts[name] = entry
-        self._owner |= dict.fromkeys(live, name)
-        return output
+        return _Prompt(output, params, self.clock())
 
     def _children(
         self, name: str, ids: list[int], params: SamplingParams, priority: int, salt: str | None
@@ -223,7 +239,8 @@ class Engine:
         if not ids:
             raise UserError("the prompt is empty: it must hold at least one token")
         for token_id in ids:
-            if not isinstance(token_id, int) or not 0 <= token_id < limits.vocab_size:
+            known = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not known or not 0 <= token_id < limits.vocab_size:
                 raise UserError(
                     f"prompt token id {token_id!r} is not in the vocabulary "
                     f"(0 to {limits.vocab_size - 1})"
@@ -321,18 +338,17 @@ class Engine:
             completion.logprobs.append(self._with_text(sampled.logprobs))
             assert completion.cumulative_logprob is not None
             completion.cumulative_logprob += sampled.logprobs[sampled.token_id].logprob
-        ended = request.finish_reason is not None
         stopped = request.finish_reason is FinishReason.STOP  # by a token, which is not shown
         text = entry.text[child]
         shown = not stopped or entry.params.include_stop_str_in_output
+        ended = request.finish_reason is not None
         completion.delta = text.append([sampled.token_id] if shown else [], finished=ended)
         completion.text = text.text
         if text.stopped_by is not None:
             request.finish_reason, request.stop_reason = FinishReason.STOP, text.stopped_by
             self.scheduler.finish(child, FinishReason.STOP, text.stopped_by)
-            ended = True
-        if ended:
-            self._close(entry, request)
+        if request.finish_reason is not None:
+            self._close(entry, child, request.finish_reason, request.stop_reason)
 
     def _add_prompt_logprobs(self, child: str, first: int, entries: list[TokenLogprobs]) -> None:
         known = self._prompts[self._owner[child]].output.prompt_logprobs
@@ -348,22 +364,24 @@ class Engine:
         }
 
     def _end(self, child: str, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """End one continuation from outside; its text keeps what it has."""
-        request = self.scheduler.finish(child, reason, stop_reason)
-        assert request is not None, f"{child} is alive here but unknown to the scheduler"
+        """End one continuation from outside; its text keeps what it has.
+
+        The scheduler may have ended it already, in the very step that then failed.
+        """
+        self.scheduler.finish(child, reason, stop_reason)
         entry = self._prompts[self._owner[child]]
         completion = entry.output.outputs[entry.live[child]]
         completion.delta = entry.text[child].append([], finished=True)
         completion.text = entry.text[child].text
-        self._close(entry, request)
+        self._close(entry, child, reason, stop_reason)
 
-    def _close(self, entry: _Prompt, request: Request) -> None:
+    def _close(
+        self, entry: _Prompt, child: str, reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
         """Write down how a continuation ended; the prompt's entry goes with its last one."""
-        child, output = request.request_id, entry.output
+        output = entry.output
         completion = output.outputs[entry.live.pop(child)]
-        assert request.finish_reason is not None
-        completion.finish_reason = request.finish_reason.value
-        completion.stop_reason = request.stop_reason
+        completion.finish_reason, completion.stop_reason = reason.value, stop_reason
         del self._owner[child], entry.text[child]
         if not entry.live:
             output.finished, output.elapsed = True, self.clock() - entry.added
@@ -372,6 +390,8 @@ class Engine:
     def _fail(self, plan: StepPlan | None, error: BaseException) -> list[RequestOutput]:
         """A step went wrong: end its requests, forget every cached block it may have spoilt."""
         self.scheduler.kv.pool.reset_index()
+        if plan is not None:
+            self.scheduler.retell(plan)
         failed: dict[str, RequestOutput] = {}
         for child in [row.request_id for row in plan.rows] if plan else list(self._owner):
             if child in self._owner:
@@ -432,5 +452,19 @@ def snapshot(output: RequestOutput) -> RequestOutput:
     """A copy that later steps do not change."""
     return replace(
         output,
-        outputs=[replace(c, token_ids=list(c.token_ids)) for c in output.outputs],
+        outputs=[
+            replace(c, token_ids=list(c.token_ids), logprobs=c.logprobs and list(c.logprobs))
+            for c in output.outputs
+        ],
     )
+
+
+def _check_names(request_id: object, priority: object, salt: object) -> None:
+    """Refuse what would fail later, inside a step that others share."""
+    for name, value, kind in (
+        ("request_id", request_id, str),
+        ("priority", priority, int),
+        ("cache salt", salt, str),
+    ):
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise UserError(f"{name} must be of type {kind.__name__}, not {value!r}")

@@ -65,8 +65,9 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            UserError: its id is taken, its prompt exceeds the whole KV cache, or it has a priority
-                although the policy is first come, first served.
+            UserError: its id is taken, its prompt exceeds the whole KV cache or, without chunked
+                prefill, a step, or it has a priority although the policy is first come, first
+                served.
         """
         if request.request_id in self.requests:
             raise UserError(
@@ -83,8 +84,18 @@ class Scheduler:
                 f"the prompt of {request.num_prompt_tokens:,} tokens needs {needed} KV blocks, but "
                 f"the cache has {self.kv.pool.num_usable}: shorten it or give the cache more memory"
             )
+        longest = self.kv.capacity
+        if not self.config.enable_chunked_prefill:
+            # After a preemption prompt and output are computed in one go.
+            longest = min(longest, self.config.max_num_batched_tokens)
+            if request.num_prompt_tokens > longest:
+                raise UserError(
+                    f"the prompt of {request.num_prompt_tokens:,} tokens exceeds "
+                    f"max_num_batched_tokens {longest:,} without chunked prefill: shorten it, "
+                    f"raise the limit or enable chunked prefill"
+                )
         # A lone request may fill the cache; the token sampled last needs no slot any more.
-        request.max_total_tokens = min(request.max_total_tokens, self.kv.capacity + 1)
+        request.max_total_tokens = min(request.max_total_tokens, longest + 1)
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=_ORDER)
         if self.recorder.enabled:
@@ -128,7 +139,7 @@ class Scheduler:
         head = self.waiting[0]
         if request is not head:
             return f"behind request {head.request_id}"
-        return "it came after the last step was planned"
+        return "it became the first of its queue after the last step was planned"
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -181,7 +192,7 @@ class Scheduler:
             i += 1
             if num_new == 0:
                 self._waited[request.request_id] = (
-                    "it runs, but the step's tokens went to requests before it"
+                    "it runs, but the step's tokens went to other requests"
                 )
                 continue
             while (new_blocks := allocate_slots(request, num_new)) is None:
@@ -225,8 +236,8 @@ class Scheduler:
             needed = kv.num_blocks_needed(num_cached + num_new, cached)
             if needed > kv.pool.num_free:
                 return self._wait(f"needs {needed} KV blocks, {kv.pool.num_free} are free")
-            del self.waiting[0]
             kv.adopt(request, cached)
+            del self.waiting[0]
             resumed = request.num_cached_tokens >= 0
             if not resumed:
                 request.num_cached_tokens = num_cached
@@ -342,6 +353,10 @@ class Scheduler:
             elif len(token_ids) >= request.max_total_tokens:
                 self.finish(row.request_id, FinishReason.LENGTH)
         return grown
+
+    def retell(self, plan: StepPlan) -> None:
+        """The runner may not have seen a plan that failed: tell it again which rows are free."""
+        self._freed_rows = sorted({*plan.freed_rows, *self._freed_rows})
 
     def check(self) -> None:
         """Assert every invariant of queues, rows, tables and pool. Valid between steps."""
