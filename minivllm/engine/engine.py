@@ -124,6 +124,7 @@ class Engine:
         self._num_added = 0  # numbers requests and orders them by arrival
         self._prompts: dict[str, _Prompt] = {}
         self._owner: dict[str, str] = {}  # child request id -> prompt's request id
+        self._grown: list[CompletionOutput] = []  # those whose delta is of the last step
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -296,6 +297,8 @@ class Engine:
         interrupt is raised again.
         """
         started = self.clock()
+        while self._grown:
+            self._grown.pop().delta = ""
         pool = self.scheduler.kv.pool
         counts = (pool.num_allocated, pool.num_freed, pool.num_touched)
         plan: StepPlan | None = None
@@ -343,6 +346,7 @@ class Engine:
         shown = not stopped or entry.params.include_stop_str_in_output
         ended = request.finish_reason is not None
         completion.delta = text.append([sampled.token_id] if shown else [], finished=ended)
+        self._grown.append(completion)
         completion.text = text.text
         if text.stopped_by is not None:
             request.finish_reason, request.stop_reason = FinishReason.STOP, text.stopped_by
@@ -372,6 +376,7 @@ class Engine:
         entry = self._prompts[self._owner[child]]
         completion = entry.output.outputs[entry.live[child]]
         completion.delta = entry.text[child].append([], finished=True)
+        self._grown.append(completion)
         completion.text = entry.text[child].text
         self._close(entry, child, reason, stop_reason)
 
