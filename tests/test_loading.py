@@ -241,6 +241,17 @@ class TestConfig:
             assert getattr(ours, field) == getattr(expected, field), field
         assert ours.rope.theta == hf.rope_parameters["rope_theta"]
 
+    @pytest.mark.parametrize("first", [0, 1, 2])
+    def test_max_window_layers(self, first):
+        """Older Qwen configs have no layer_types: layers from this one on have the window."""
+        window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": first}
+        hf = hf_model("qwen2", **window).config
+        config = hf.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+        assert config.pop("layer_types")
+        expected = [our_config(hf).layer_window(layer) for layer in range(2)]
+        assert [config_from_json(config).layer_window(layer) for layer in range(2)] == expected
+        assert expected == [9 if layer >= first else None for layer in range(2)]
+
     def test_eos_ids_of_both_files(self, tmp_path):
         """STP-1: config says 2, generation_config 2 and 9."""
         save(hf_model("llama", eos_token_id=2), tmp_path)
@@ -402,6 +413,30 @@ class TestGGUF:
         q = q.reshape(9, 32, 2, 576).swapaxes(1, 2).reshape(576, 576)
         assert np.array_equal(values(model.layers[7].self_attn.qkv_proj.weight)[:576].numpy(), q)
         assert sum(p.numel() for p in model.parameters()) == 134_515_008
+
+    @pytest.mark.weights
+    @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+    def test_weights_exist_once(self):
+        """Loading takes the weights' memory, once: no second copy, not even while repacking."""
+        program = (
+            "import torch; torch.set_num_threads(1)\n"
+            "from model_files import load\n"
+            "def kib(name):\n"
+            "    status = open('/proc/self/status').read()\n"
+            "    return int(status.split(name + ':')[1].split()[0])\n"
+            "before = kib('VmRSS')\n"
+            "model = load('smollm2')\n"
+            "print(before, kib('VmHWM'))\n"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-2000:]
+        before, peak = (int(kib) / 1024 for kib in result.stdout.split()[-2:])
+        weights = 134_515_008 * 4 / 2**20  # MiB
+        head = 49152 * 576 * 4 / 2**20  # the tied table, laid out a second time for scoring
+        assert peak - before < weights + head + 80
 
 
 class TestDummy:

@@ -184,25 +184,42 @@ def load_weights(
         ModelError: as `check_weights`, or the file broke while it was read.
     """
     start = time.perf_counter()
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         assert (parameter.dtype, parameter.device.type) == (dtype, torch.device(device).type), (
             f"{name} is {parameter.dtype} on {parameter.device}, expected {dtype} on {device}"
         )
+    parts: dict[str, list[tuple[TensorEntry, Slot]]] = {}
     if files.kind == "dummy":
-        _fill_random(parameters, device)
-        pairs = {}
+        _fill_random(model, device)
     else:
-        pairs = check_weights(files, config)
-        assert {slot.parameter for _, slot in pairs.values()} == set(parameters), (
+        for entry, slot in check_weights(files, config).values():
+            parts.setdefault(slot.parameter, []).append((entry, slot))
+        assert parts.keys() == {name for name, _ in model.named_parameters()}, (
             "the decoder's parameters are those of its config"
         )
-        for entry, slot in pairs.values():
-            _fill(parameters[slot.parameter], entry, slot)
+    for name, sources in parts.items():
+        _load_parameter(model, name, sources)
     if hasattr(model, "finalize"):
         model.finalize()
-    file_bytes = sum(entry.num_bytes for entry, _ in pairs.values())
-    return LoadStats(len(pairs), file_bytes, time.perf_counter() - start)
+    entries = [entry for sources in parts.values() for entry, _ in sources]
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    return LoadStats(len(entries), num_bytes, time.perf_counter() - start)
+
+
+def _load_parameter(model: nn.Module, name: str, sources: list[tuple[TensorEntry, Slot]]) -> None:
+    """Fill one parameter and let its layer repack it at once.
+
+    Repacking copies. Memory of an unfilled parameter is not touched yet, so that with one layer
+    after the other the copies never exist together with all the originals.
+    """
+    parameter = model.get_parameter(name)
+    for entry, slot in sources:
+        _fill(parameter, entry, slot)
+    del parameter  # the layer holds the last reference, and can drop it
+    module_name, _, kind = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    if kind == "weight" and hasattr(module, "finalize"):
+        module.finalize()
 
 
 def _fill(parameter: torch.Tensor, entry: TensorEntry, slot: Slot) -> None:
@@ -226,9 +243,9 @@ def _stored_rows(slot: Slot) -> torch.Tensor:
     return rows.transpose(1, 2).flatten()
 
 
-def _fill_random(parameters: dict[str, torch.Tensor], device: torch.device | str) -> None:
+def _fill_random(model: nn.Module, device: torch.device | str) -> None:
     generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
         else:
