@@ -74,12 +74,13 @@ def attention(
     keys, values = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
     key = (num_kv_heads, block_size, sliding_window)
     if key not in batch.shared:
-        batch.shared[key] = (list(_groups(batch, *key)), list(_chunks(batch, *key)))
+        batch.shared[key] = (list(_groups(batch, keys, *key)), list(_chunks(batch, *key)))
     groups, chunks = batch.shared[key]
     out = torch.empty_like(q)
     for group in groups:
         rows = slice(None) if group.rows is None else group.rows
-        out[rows] = _attend_group(q[rows], keys, values, group, scale).view(-1, *q.shape[1:])
+        attended = _attend_group(q[rows], keys, values, group, scale)
+        out[rows] = attended.view(-1, *q.shape[1:]).to(q.dtype)
     for chunk in chunks:
         shape = (1, num_kv_heads, -1, head_dim)
         attended = F.scaled_dot_product_attention(
@@ -101,6 +102,8 @@ class _Group(NamedTuple):
     rows: Tensor | None  # [num_rows] int64; None = every token of the batch, in order
     cache_rows: Tensor  # [num_rows * num_kv_heads * length] int64
     mask: Tensor  # [num_rows * num_kv_heads, 1, length] fp32: 0, or -inf at padded places
+    keys: Tensor  # [num_rows * num_kv_heads * length, head_dim]: room for what a layer gathers,
+    values: Tensor  # used by all in turn because fresh pages cost more than the copy itself
 
 
 class _Chunk(NamedTuple):
@@ -114,15 +117,16 @@ class _Chunk(NamedTuple):
 def _attend_group(q: Tensor, keys: Tensor, values: Tensor, group: _Group, scale: float) -> Tensor:
     """Two batched products: one matrix for each row and KV head, its query heads side by side."""
     pairs, _, length = group.mask.shape
-    k = keys.index_select(0, group.cache_rows).view(pairs, length, -1).float()
-    v = values.index_select(0, group.cache_rows).view(pairs, length, -1).float()
+    k = torch.index_select(keys, 0, group.cache_rows, out=group.keys)
+    v = torch.index_select(values, 0, group.cache_rows, out=group.values)
+    k, v = k.view(pairs, length, -1).float(), v.view(pairs, length, -1).float()
     q = q.reshape(pairs, -1, q.shape[-1]).float()
     scores = torch.baddbmm(group.mask, q, k.transpose(1, 2), alpha=scale)
     return torch.bmm(scores.softmax(-1), v)  # [pairs, query heads of a KV head, head_dim]
 
 
 def _groups(
-    batch: Batch, num_kv_heads: int, block_size: int, window: int | None
+    batch: Batch, cache: Tensor, num_kv_heads: int, block_size: int, window: int | None
 ) -> Iterator[_Group]:
     """Decode rows, the longest first; a group ends when its padding would exceed MAX_PADDING."""
     lengths = batch.seq_lens[: batch.num_decode_rows].tolist()
@@ -148,11 +152,13 @@ def _groups(
         places = first + torch.arange(longest, device=index.device)
         mask = torch.zeros_like(places, dtype=torch.float32).masked_fill_(places > last, -torch.inf)
         slots = _slots(batch.block_tables[index], places.minimum(last), block_size)
-        cache_rows = _cache_rows(slots, num_kv_heads, block_size).transpose(1, 2)
+        cache_rows = _cache_rows(slots, num_kv_heads, block_size).transpose(1, 2).flatten()
         yield _Group(
             rows=None if alone else index,
-            cache_rows=cache_rows.flatten(),
+            cache_rows=cache_rows,
             mask=mask.repeat_interleave(num_kv_heads, 0)[:, None],
+            keys=cache.new_empty(cache_rows.shape[0], cache.shape[1]),
+            values=cache.new_empty(cache_rows.shape[0], cache.shape[1]),
         )
 
 

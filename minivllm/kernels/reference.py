@@ -1,7 +1,7 @@
-"""Every op of the model in plain PyTorch: the specification of the Triton kernels, and the CPU path.
+"""Every op of the model in plain PyTorch: the specification of all faster versions.
 
-A Triton kernel has the name, the arguments and the result of its twin here, and may differ from it
-by rounding only. Accumulation is in fp32 whatever the dtype.
+A Triton kernel, or the lean version in `cpu.py`, has the name, the arguments and the result of its
+twin here, and may differ from it by rounding only. Accumulation is in fp32 whatever the dtype.
 
 Chapters 3 (norm, RoPE, SiLU), 5 (attention) and 11 (sampling) read this file.
 """
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.kernels.batch import Batch
+
+NUM_CANDIDATES = 1024  # best tokens among which `sample` looks first
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -134,20 +136,45 @@ def sample(
     kept: the kept set never depends on the order of equal logits.
     """
     greedy = temperature < 1e-5
+    best_token = logits.argmax(-1)
+    if greedy.all():
+        return best_token
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
     best = scaled.amax(-1, keepdim=True)
     floor = best + min_p.clamp_min(1e-45).log()[:, None]  # min_p of 0 gives about -103: no limit
     keep = (scaled >= floor) | (min_p[:, None] == 0)
-    if (top_k > 0).any() or (top_p < 1).any():
-        scaled = scaled.masked_fill(~keep, float("-inf"))
-        ordered = scaled.sort(dim=-1, descending=True).values
-        k = torch.where(top_k > 0, top_k, ordered.shape[-1]).clamp(max=ordered.shape[-1])
-        kth = ordered.gather(-1, (k - 1)[:, None])
-        ordered = ordered.masked_fill(ordered < kth, float("-inf"))
-        mass = ordered.softmax(-1).double().cumsum(-1)
-        crossing = (mass < top_p[:, None].double()).sum(-1, keepdim=True)
-        pth = ordered.gather(-1, crossing.clamp(max=ordered.shape[-1] - 1))
-        keep &= scaled >= torch.where(top_p[:, None] < 1, torch.maximum(kth, pth), kth)
-    cdf = (scaled - best).exp().masked_fill(~keep, 0.0).double().cumsum(-1)
+    scaled = scaled.masked_fill_(~keep, float("-inf"))
+    limited = ~greedy & ((top_k > 0) | (top_p < 1))
+    if limited.any():
+        part = scaled[limited]
+        threshold = _threshold(part, best[limited], top_k[limited], top_p[limited])
+        scaled[limited] = part.masked_fill_(part < threshold, float("-inf"))
+    cdf = scaled.sub_(best).exp_().double().cumsum(-1)
     drawn = torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True).squeeze(-1)
-    return torch.where(greedy, logits.argmax(-1), drawn)
+    drawn.clamp_(max=logits.shape[-1] - 1)  # a row without a finite logit still gives an id
+    return torch.where(greedy, best_token, drawn)
+
+
+def _threshold(scaled: Tensor, best: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest logit that top_k and then top_p keep: [num_rows, 1].
+
+    Sorting a whole vocabulary is the dearest step of sampling, and seldom needed: the threshold
+    lies among the first thousand. Where it does not, all is sorted, with the same numbers.
+    """
+    vocab_size = scaled.shape[-1]
+    k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)[:, None]
+    largest_k = int(torch.where(k < vocab_size, k, 0).max())
+    for size in (min(vocab_size, max(NUM_CANDIDATES, 2 * largest_k)), vocab_size):
+        ordered = scaled.topk(size).values  # descending
+        kth = ordered.gather(-1, (k - 1).clamp(max=size - 1))
+        kth = torch.where(k <= size, kth, float("-inf"))
+        mass = (ordered - best).exp().masked_fill(ordered < kth, 0.0).double().cumsum(-1)
+        total = (scaled - best).exp().masked_fill(scaled < kth, 0.0).double().sum(-1, keepdim=True)
+        aim = top_p[:, None].double() * total
+        last = ordered[:, -1:]
+        found = (last < kth) | (last == float("-inf")) | ((k == vocab_size) & (mass[:, -1:] >= aim))
+        if size == vocab_size or found.all():
+            break
+    crossing = (mass < aim).sum(-1, keepdim=True).clamp(max=size - 1)
+    pth = torch.where(top_p[:, None] < 1, ordered.gather(-1, crossing), float("-inf"))
+    return torch.maximum(kth, pth)
