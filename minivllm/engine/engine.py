@@ -173,7 +173,7 @@ class Engine:
         self._owner |= dict.fromkeys(entry.live, name)
         return entry.output
 
-    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+    def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
@@ -395,14 +395,14 @@ class Engine:
     def _fail(self, plan: StepPlan | None, error: BaseException) -> list[RequestOutput]:
         """A step went wrong: end its requests, forget every cached block it may have spoilt."""
         self.scheduler.kv.pool.reset_index()
-        if plan is not None:
-            self.scheduler.retell(plan)
         failed: dict[str, RequestOutput] = {}
         for child in [row.request_id for row in plan.rows] if plan else list(self._owner):
             if child in self._owner:
                 output = self._prompts[self._owner[child]].output
                 failed[output.request_id] = output
                 self._end(child, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        if plan is not None:
+            self.scheduler.retell(plan)
         return list(failed.values())
 
     def _report(
