@@ -188,38 +188,23 @@ def load_weights(
         assert (parameter.dtype, parameter.device.type) == (dtype, torch.device(device).type), (
             f"{name} is {parameter.dtype} on {parameter.device}, expected {dtype} on {device}"
         )
-    parts: dict[str, list[tuple[TensorEntry, Slot]]] = {}
+    del parameter
+    pairs = {}
     if files.kind == "dummy":
         _fill_random(model, device)
     else:
-        for entry, slot in check_weights(files, config).values():
-            parts.setdefault(slot.parameter, []).append((entry, slot))
-        assert parts.keys() == {name for name, _ in model.named_parameters()}, (
-            "the decoder's parameters are those of its config"
-        )
-    for name, sources in parts.items():
-        _load_parameter(model, name, sources)
+        pairs = check_weights(files, config)
+        assert {slot.parameter for _, slot in pairs.values()} == {
+            name for name, _ in model.named_parameters()
+        }, "the decoder's parameters are those of its config"
+    # Parameters are looked up one by one: `finalize` may repack them, and a reference that is kept
+    # here would keep the original alive beside the copy.
+    for entry, slot in pairs.values():
+        _fill(model.get_parameter(slot.parameter), entry, slot)
     if hasattr(model, "finalize"):
         model.finalize()
-    entries = [entry for sources in parts.values() for entry, _ in sources]
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    return LoadStats(len(entries), num_bytes, time.perf_counter() - start)
-
-
-def _load_parameter(model: nn.Module, name: str, sources: list[tuple[TensorEntry, Slot]]) -> None:
-    """Fill one parameter and let its layer repack it at once.
-
-    Repacking copies. Memory of an unfilled parameter is not touched yet, so that with one layer
-    after the other the copies never exist together with all the originals.
-    """
-    parameter = model.get_parameter(name)
-    for entry, slot in sources:
-        _fill(parameter, entry, slot)
-    del parameter  # the layer holds the last reference, and can drop it
-    module_name, _, kind = name.rpartition(".")
-    module = model.get_submodule(module_name)
-    if kind == "weight" and hasattr(module, "finalize"):
-        module.finalize()
+    num_bytes = sum(entry.num_bytes for entry, _ in pairs.values())
+    return LoadStats(len(pairs), num_bytes, time.perf_counter() - start)
 
 
 def _fill(parameter: torch.Tensor, entry: TensorEntry, slot: Slot) -> None:
