@@ -69,8 +69,6 @@ def load(
     assert config.max_model_len is not None
 
     torch_dtype = getattr(torch, dtype)
-    if files.kind == "dummy":
-        torch.manual_seed(config.seed)
     model = Decoder(
         model_config,
         dtype=torch_dtype,
