@@ -49,12 +49,12 @@ def rope_and_cache(
     if q_norm is not None and k_norm is not None:
         q, k = qk.split([num_heads, num_kv_heads], dim=1)
         qk = torch.cat((rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)), dim=1)
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    x1, x2 = qk.float().chunk(2, dim=-1)
-    turned = torch.cat((x1 * cos, x2 * cos), dim=-1)
-    turned[..., : head_dim // 2].addcmul_(x2, sin, value=-1)
-    turned[..., head_dim // 2 :].addcmul_(x1, sin)
-    q, k = turned.to(qkv.dtype).split([num_heads, num_kv_heads], dim=1)
+    cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
+    x = qk.float().unflatten(-1, (2, head_dim // 2))  # [num_tokens, heads, 2 halves, head_dim / 2]
+    turned = x * cos[:, None]
+    turned[:, :, 0].addcmul_(x[:, :, 1], sin, value=-1)
+    turned[:, :, 1].addcmul_(x[:, :, 0], sin)
+    q, k = turned.flatten(2).to(qkv.dtype).split([num_heads, num_kv_heads], dim=1)
     rows = _cache_rows(slot_mapping, num_kv_heads, block_size).flatten()
     k_cache.view(-1, head_dim).index_copy_(0, rows, k.reshape(-1, head_dim).to(k_cache.dtype))
     v_cache.view(-1, head_dim).index_copy_(0, rows, v.reshape(-1, head_dim).to(v_cache.dtype))
@@ -190,6 +190,7 @@ def _slots(tables: Tensor, places: Tensor, block_size: int) -> Tensor:
 
 def _cache_rows(slots: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
     """Rows of a layer's cache, seen as [-1, head_dim]: [...] slots -> [..., num_kv_heads]."""
-    block_start = slots - slots % block_size
     heads = torch.arange(0, num_kv_heads * block_size, block_size, device=slots.device)
-    return (slots + block_start * (num_kv_heads - 1))[..., None] + heads
+    # (block * num_kv_heads + head) * block_size + offset, where slot = block * block_size + offset
+    rows = slots.add(slots // block_size, alpha=(num_kv_heads - 1) * block_size)
+    return rows[..., None] + heads
