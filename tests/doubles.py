@@ -1,12 +1,9 @@
-"""Small stand-ins that several test files use: tokenizers, an engine around a double, a folder."""
+"""Small stand-ins that several test files use: tokenizers, and engines around doubles."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 
 from minivllm.cache.manager import KVCacheManager
 from minivllm.cache.pool import BlockPool
@@ -14,24 +11,17 @@ from minivllm.config import SchedulerConfig
 from minivllm.engine.engine import Engine, EngineLimits, StepReport
 from minivllm.request import Request, SamplingParams
 from minivllm.runner.scripted import ScriptedModel, hash_script
-from minivllm.runner.tiny import TinyRandom
+from minivllm.runner.tiny import TinyRandom, character_tokenizer
 from minivllm.sched.plan import Runner, StepPlan, StepResult
 from minivllm.sched.scheduler import Scheduler
 from minivllm.trace import EventSink
 
 
-class PieceTokenizer:
-    """Token i is `pieces[i]`; texts are cut into single characters, ids are joined without spaces.
+class TextTokenizer:
+    """What the engine wants of a tokenizer, around a plain `tokenizers.Tokenizer`."""
 
-    `special` names pieces that are skipped in text.
-    """
-
-    def __init__(self, pieces: Sequence[str], special: Sequence[str] = ()) -> None:
-        vocab = {piece: i for i, piece in enumerate(pieces)}
-        self.backend = Tokenizer(models.WordLevel(vocab, unk_token=pieces[0]))
-        self.backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        self.backend.decoder = decoders.Fuse()
-        self.backend.add_special_tokens([AddedToken(s, normalized=False) for s in special])
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend = backend
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -40,13 +30,12 @@ class PieceTokenizer:
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
-def characters(vocab_size: int) -> list[str]:
-    """One character a token: printable ASCII first, then others."""
-    return [chr(32 + i) if i < 95 else chr(0x400 + i) for i in range(vocab_size)]
-
-
-def char_tokenizer(vocab_size: int = 64) -> PieceTokenizer:
-    return PieceTokenizer(characters(vocab_size))
+def pieces(*texts: str) -> TextTokenizer:
+    """Token i shows as the i-th text."""
+    vocab = {piece: i for i, piece in enumerate(texts)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token=texts[0]))
+    backend.decoder = decoders.Fuse()
+    return TextTokenizer(backend)
 
 
 def make_scheduler(
@@ -77,7 +66,7 @@ def make_request(name: str, tokens: int | Sequence[int], **kwargs: Any) -> Reque
 def make_engine(
     script: Callable[[str, int, int], int] | None = None,
     *,
-    tokenizer: PieceTokenizer | None = None,
+    tokenizer: TextTokenizer | None = None,
     vocab_size: int = 64,
     max_model_len: int = 512,
     eos_token_ids: tuple[int, ...] = (),
@@ -95,7 +84,7 @@ def make_engine(
     return Engine(
         make_scheduler(num_blocks=num_blocks, block_size=block_size, recorder=recorder, **flags),
         wrap(model),
-        tokenizer or char_tokenizer(vocab_size),
+        tokenizer or TextTokenizer(character_tokenizer(vocab_size)),
         EngineLimits(vocab_size, max_model_len, eos_token_ids=eos_token_ids),
         recorder=recorder,
         seed=seed,
@@ -123,7 +112,7 @@ def tiny_engine(
     return Engine(
         scheduler,
         tiny.runner(scheduler.config, num_blocks=num_blocks, block_size=block_size, **extra),
-        char_tokenizer(vocab_size),
+        TextTokenizer(character_tokenizer(vocab_size)),
         EngineLimits(vocab_size, max_model_len or tiny.config.max_position),
         recorder=recorder,
         seed=seed,
@@ -167,26 +156,3 @@ def run_plan(scheduler: Scheduler, runner: Runner) -> tuple[StepPlan, StepResult
     scheduler.update(plan, result)
     scheduler.check()
     return plan, result
-
-
-def save_tiny(tiny: TinyRandom, folder: Path) -> Path:
-    """The model as a folder that `LLM(...)` loads: config.json, model.safetensors, tokenizer.json.
-
-    Id 1 is an end of sequence in config.json.
-    """
-    config = tiny.config
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tiny.weights, folder / "model.safetensors")
-    shape = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim, "max_position_embeddings": config.max_position,
-        "rms_norm_eps": config.rms_norm_eps, "rope_theta": config.rope.theta,
-        "tie_word_embeddings": config.tie_word_embeddings, "eos_token_id": 1,
-        "torch_dtype": "float32",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    char_tokenizer(config.vocab_size).backend.save(str(folder / "tokenizer.json"))
-    return folder

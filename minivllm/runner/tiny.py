@@ -12,11 +12,15 @@ equal, whatever the batch, the blocks, the chunks or the preemptions:
 CPU, fp32. Chapter 3 reads this file.
 """
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from minivllm.base import UserError
@@ -108,6 +112,32 @@ class TinyRandom:
         """The oracle's logits after each token: [len(token_ids), vocab_size] fp32."""
         return self._forward(token_ids, self._empty_cache())
 
+    def save(self, folder: Path) -> Path:
+        """Write a folder that `LLM(...)` loads; returns it. Id 1 ends a sequence.
+
+        The tokenizer makes one token of each character.
+
+        Raises:
+            UserError: an override that a Llama's config.json has no name for.
+        """
+        c = self.config
+        if c.architecture != "llama" or c.qkv_bias or c.qk_norm or c.sliding_window:
+            raise UserError("only a Llama can be saved: leave the overrides of other models out")
+        config = {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32",
+            "vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "head_dim": c.head_dim,
+            "intermediate_size": c.intermediate_size, "num_hidden_layers": c.num_layers,
+            "num_attention_heads": c.num_heads, "num_key_value_heads": c.num_kv_heads,
+            "max_position_embeddings": c.max_position, "rms_norm_eps": c.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": c.rope.theta},
+            "tie_word_embeddings": c.tie_word_embeddings, "eos_token_id": 1,
+        }  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file(self.weights, folder / "model.safetensors")
+        character_tokenizer(c.vocab_size).save(str(folder / "tokenizer.json"))
+        return folder
+
     def _empty_cache(self) -> Cache:
         empty = torch.empty(self.config.num_kv_heads, 0, self.config.head_dim)
         return [(empty, empty)] * self.config.num_layers
@@ -162,6 +192,15 @@ class TinyRandom:
         a, b = x.split(half, dim=-1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def character_tokenizer(vocab_size: int) -> Tokenizer:
+    """One token a character: printable ASCII first, then Cyrillic and what follows it."""
+    chars = [chr(32 + i) if i < 95 else chr(0x400 + i) for i in range(vocab_size)]
+    tokenizer = Tokenizer(models.WordLevel({char: i for i, char in enumerate(chars)}, chars[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
 
 
 def _random_weights(config: ModelConfig, generator: torch.Generator) -> dict[str, Tensor]:
