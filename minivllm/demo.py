@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minivllm.base import format_seconds
+from minivllm.engine.engine import EngineStepError
 from minivllm.engine.llm import LLM
 from minivllm.request import Request, RequestOutput, SamplingParams
 from minivllm.trace import (
@@ -50,10 +51,10 @@ TIGHT = {"num_gpu_blocks_override": 31, "max_num_seqs": 4, "max_num_batched_toke
 HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f6bc4")
 FRAME_SECONDS = 0.08  # between two frames in which nothing but text changed
 TRY_NEXT = (
-    ("minivllm demo --num-gpu-blocks-override 200", "room for all: nobody is preempted"),
-    ("minivllm demo --no-enable-prefix-caching", "the shared system prompt is computed each time"),
-    ("minivllm demo --max-num-batched-tokens 16", "smaller steps: more chunks, later first tokens"),
-    ("minivllm demo --trace run.jsonl", "every event of the run, one JSON object a line"),
+    ("minivllm demo --num-gpu-blocks-override 200", "room for all, no preemption"),
+    ("minivllm demo --no-enable-prefix-caching", "nothing is shared"),
+    ("minivllm demo --max-num-batched-tokens 16", "smaller steps, more chunks"),
+    ("minivllm demo --trace run.jsonl", "every event as JSON"),
     ("minivllm chat", "talk to the model"),
 )
 
@@ -403,7 +404,7 @@ def _add(llm: LLM, prompt: DemoPrompt) -> RequestOutput:
 def _step(llm: LLM) -> None:
     report = llm.step()
     if report.error is not None:
-        raise report.error
+        raise EngineStepError(f"step {report.step} failed: {report.error}") from report.error
 
 
 def _tell(
@@ -494,4 +495,4 @@ def report(
         console.print(f"  {'✓' if happened else '✗'} {sentence}")
     console.print("\nWhat to try next")
     for command, effect in TRY_NEXT:
-        console.print(f"  {command:45} {effect}")
+        console.print(f"  {command:44} {effect}")

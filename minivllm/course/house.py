@@ -27,7 +27,7 @@ HOUSE = """
  4  data     models.checkpoint models.gguf models.hub models.chat_template models.tokenizer \
              models.weights models.model_config models.decoder
  5  bridge   runner.scripted runner.simulated runner.memory runner.batch runner.sampler \
-             runner.runner runner.loader
+             runner.runner runner.loader runner.tiny
  6  bridge   engine.detokenizer engine.engine engine.llm
  9  top      course.house doctor demo
 10  top      cli __main__
@@ -56,7 +56,7 @@ class Edge(NamedTuple):
 
 def rooms() -> dict[str, Room]:
     """The drawing as a table: file -> where it lives."""
-    table = {}
+    table: dict[str, Room] = {}
     for line, text in enumerate(HOUSE.strip().splitlines()):
         layer, tower, *names = text.split()
         table |= {name: Room(int(layer), tower, line, i) for i, name in enumerate(names)}
