@@ -81,6 +81,7 @@ def same_id_twice(llm: LLM, folder: Path) -> Any:
 TABLE = [
     BadInput('generate("")', prompt(""), "the prompt is empty"),
     BadInput("generate([[]])", prompt([[]]), "the prompt is empty"),
+    BadInput(r'generate("\ud800")', prompt("\ud800"), "a lone surrogate"),
     BadInput("generate([3, 512])", prompt([3, 512]), "512 is not in the vocabulary (0 to 511)"),
     BadInput("generate([-1])", prompt([-1]), "-1 is not in the vocabulary"),
     BadInput("generate([2**40])", prompt([2**40]), "1099511627776 is not in the vocabulary"),

@@ -139,7 +139,8 @@ class LLM:
             EngineStepError: a step failed; the engine is clean and usable.
         """
         many = _as_prompts(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(many))
+        default = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", default, len(many))
         priorities = _one_each("priority", priority if priority is not None else 0, len(many))
         outputs: list[RequestOutput] = []
         with self._own_requests(outputs):
@@ -198,7 +199,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete one prompt (or answer one conversation), token by token.
 
-        Yields the output so far after each step; `outputs[0].delta` is the text that it added.
+        Yields the output so far whenever it has grown; `outputs[0].delta` is the text that is new.
         Leaving the loop early aborts the request.
         """
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -207,10 +208,17 @@ class LLM:
         with self._own_requests(outputs):
             output = self._add(cast(Prompt, prompt), sampling_params or SamplingParams(), 0)
             outputs.append(output)
-            while not output.finished:
-                report = self._step_or_raise()
-                if output in report.outputs:
-                    yield snapshot(output)
+            num_tokens, texts, ended = 0, [""] * len(output.outputs), False
+            while not ended:
+                # Steps of another stream, interleaved with this one, serve it as well.
+                while not output.finished and _num_tokens(output) == num_tokens:
+                    self._step_or_raise()
+                num_tokens, ended = _num_tokens(output), output.finished
+                now = snapshot(output)
+                for i, completion in enumerate(now.outputs):
+                    completion.delta = completion.text[len(texts[i]) :]
+                    texts[i] = completion.text
+                yield now
 
     def score(self, texts: Prompt | Sequence[Prompt], *, context: str | None = None) -> list[Score]:
         """Log-probability and perplexity of texts under the model; nothing is generated.
@@ -340,6 +348,10 @@ def _deferred_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in output.outputs)
+
+
 def _unpack(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
     """A prompt in any form -> (text or token ids, cache salt)."""
     if not isinstance(prompt, Mapping):
@@ -350,7 +362,8 @@ def _unpack(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
             f"a prompt given as a dict holds 'prompt' or 'prompt_token_ids' and perhaps "
             f"'cache_salt', not {sorted(prompt)}"
         )
-    return prompt.get("prompt_token_ids") or prompt.get("prompt", ""), prompt.get("cache_salt")
+    name = "prompt_token_ids" if "prompt_token_ids" in prompt else "prompt"
+    return prompt[name], prompt.get("cache_salt")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -87,7 +87,18 @@ class Tokenizer:
         return frozenset({i for i, t in added.items() if t.special} | {*self._named_ids.values()})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; a text that brings its own BOS does not get a second one."""
+        """Token ids of a text; a text that brings its own BOS does not get a second one.
+
+        Raises:
+            UserError: the text holds half a surrogate pair, which is no character.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(
+                "the text holds a lone surrogate (U+D800 to U+DFFF), which is no character: decode "
+                "the input as UTF-8"
+            ) from None
         ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and ids[:2] == [self.bos_token_id] * 2:
             plain = self.backend.encode(text, add_special_tokens=False).ids
