@@ -15,7 +15,7 @@ from minivllm.config import EngineConfig
 from minivllm.kernels.batch import Batch
 from minivllm.models.decoder import Decoder
 from minivllm.request import TokenLogprobs
-from minivllm.runner.batch import Rows
+from minivllm.runner.batch import Rows, Step
 from minivllm.runner.sampler import Sampler
 from minivllm.runner.scripted import Finished
 from minivllm.sched.plan import RowPlan, SampledToken, StepPlan, StepResult
@@ -50,32 +50,31 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Finished:
         """Run the step: update rows, build the batch, forward, sample."""
+        self.rows.apply(plan)
         for row in plan.freed_rows:
-            self.rows.free(row)
             self.sampler.remove(row)
         for new in plan.new_rows:
-            self.rows.add(new)
             self.sampler.add(new)
         if not plan.rows:
             return Finished(StepResult(plan.step, ()))
-        batch, sampling, prompts = self.rows.build(plan)
-        hidden = self.model(batch, self.kv_cache)  # [num_logits, hidden_size]
-        sampled = self._sample(hidden[: len(sampling)], sampling)
-        prompt_logprobs = self._prompt_logprobs(hidden[len(sampling) :], prompts)
+        step = self.rows.build(plan)
+        hidden = self.model(step.batch, self.kv_cache)  # [num_logits, hidden_size]
+        num_sampling = len(step.sampling)
+        sampled = self._sample(hidden[:num_sampling], step)
+        prompt_logprobs = self._prompt_logprobs(hidden[num_sampling:], step.prompts)
         in_order = tuple([sampled.get(planned.row) for planned in plan.rows])
         return Finished(StepResult(plan.step, in_order, prompt_logprobs))
 
-    def _sample(self, hidden: Tensor, sampling: list[RowPlan]) -> dict[int, SampledToken]:
+    def _sample(self, hidden: Tensor, step: Step) -> dict[int, SampledToken]:
         """Draw the token after each sampling row's newest; row -> token."""
-        if not sampling:
+        if not step.sampling:
             return {}
-        row_ids = [planned.row for planned in sampling]
-        positions = [planned.start + planned.num_tokens for planned in sampling]
+        row_ids = [planned.row for planned in step.sampling]
+        positions = [planned.start + planned.num_tokens for planned in step.sampling]
         logits = self.model.compute_logits(hidden)
-        tokens = self.sampler(logits, row_ids, positions)
-        for row, token in zip(row_ids, tokens, strict=True):
-            self.rows.tokens[row].append(token.token_id)
-        return dict(zip(row_ids, tokens, strict=True))
+        drawn = self.sampler.draw(logits, row_ids, positions)
+        self.rows.last_tokens[step.sampling_rows] = drawn.token_ids
+        return dict(zip(row_ids, drawn.to_host(), strict=True))
 
     def _prompt_logprobs(
         self, hidden: Tensor, prompts: list[tuple[RowPlan, int]]
