@@ -141,9 +141,9 @@ def sample(
         return best_token
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
     best = scaled.amax(-1, keepdim=True)
-    floor = best + min_p.clamp_min(1e-45).log()[:, None]  # min_p of 0 gives about -103: no limit
-    keep = (scaled >= floor) | (min_p[:, None] == 0)
-    scaled = scaled.masked_fill_(~keep, float("-inf"))
+    if (min_p > 0).any():
+        floor = best + min_p.log()[:, None]  # -inf for a min_p of 0: no limit
+        scaled.masked_fill_(scaled < floor, float("-inf"))
     limited = ~greedy & ((top_k > 0) | (top_p < 1))
     if limited.any():
         part = scaled[limited]
