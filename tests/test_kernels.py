@@ -360,7 +360,7 @@ def test_draws_equal_the_twins(name, capacity, monkeypatch, device):
         monkeypatch.setattr(sampling, "CHUNK", 16)
         monkeypatch.setattr(sampling, "ROW_TILE", 128)
     logits = adversarial_logits(300)[name].to(device)
-    u = torch.tensor([1e-6, 0.37, 0.93, 1 - 2**-24], device=device)
+    u = torch.tensor([1e-6, 0.37, 1 - 2**-24], device=device)
     for filters in FILTERS.values():
         drawn, expected = sample_both(logits, u, **filters)
         assert torch.equal(drawn, expected), (filters, drawn, expected)
@@ -380,6 +380,21 @@ def test_every_token_of_the_kept_set_is_drawn(device):
         drawn, expected = sample_both(logits, middles, **filters)
         assert torch.equal(drawn, kept.nonzero().squeeze(-1))
         assert torch.equal(drawn, expected)
+
+
+@pytest.mark.parametrize("kept", [25, 32, 33])
+def test_candidates_that_just_fit_or_just_do_not(kept, monkeypatch, device):
+    """min_p keeps `kept` tokens all over the row; there is room for 32."""
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 32)
+    monkeypatch.setattr(sampling, "CHUNK", 16)
+    monkeypatch.setattr(sampling, "ROW_TILE", 128)
+    ids = torch.linspace(0, 299, kept).long().to(device)
+    logits = torch.full((300,), -1.0, device=device)  # exp(-1) = 0.37: under min_p, not nothing
+    logits[ids] = 0.0
+    u = (torch.tensor([0, 9, kept - 2, kept - 1], device=device) + 0.5) / kept
+    drawn, expected = sample_both(logits, u, min_p=0.5)
+    assert torch.equal(drawn, expected)
+    assert torch.equal(drawn, ids[[0, 9, -2, -1]])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 129, 1025, 5000])

@@ -178,7 +178,7 @@ def _first_above(cdf, p, target, i):
     return tl.min(tl.where((cdf > target) & (p > 0), i, 2147483647), 0)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def _chunk_kernel(
     logits,  # [num_rows, stride]
     temperature,  # [num_rows]
@@ -334,7 +334,7 @@ def _draw_filtered(
     return tl.where(count <= CAPACITY, tl.sum(tl.where(slot == chosen, ids, 0), 0), -1)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def _draw_kernel(
     logits,  # [num_rows, stride]
     temperature,  # [num_rows]
@@ -436,7 +436,7 @@ def _highest_threshold_in_row(
     return low
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def _whole_row_kernel(
     logits,  # [num_rows, stride]
     temperature,  # [num_rows]
