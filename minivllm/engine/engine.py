@@ -9,6 +9,7 @@ read it.
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from minivllm.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minivllm.sched.plan import Runner, SampledToken, StepPlan, StepResult
+from minivllm.sched.plan import Runner, SampledToken, StepHandle, StepPlan, StepResult
 from minivllm.sched.scheduler import Scheduler
 from minivllm.trace import EventSink, NullRecorder, Refused, StepTimed
 
@@ -72,6 +73,17 @@ class StepReport:
     seconds: float
     outputs: tuple[RequestOutput, ...] = ()
     error: BaseException | None = None  # the step failed; its requests ended with "error"
+
+
+class _NotLaunched:
+    """Stands for a step whose launch failed."""
+
+    def result(self) -> StepResult:
+        """Never asked for."""
+        raise RuntimeError("the step was never launched")
+
+
+_NOT_LAUNCHED = _NotLaunched()
 
 
 class EngineStepError(RuntimeError):
@@ -125,6 +137,9 @@ class Engine:
         self._prompts: dict[str, _Prompt] = {}
         self._owner: dict[str, str] = {}  # child request id -> prompt's request id
         self._grown: list[CompletionOutput] = []  # those whose delta is of the last step
+        self._under_way: deque[tuple[StepPlan, StepHandle]] = deque()  # launched, oldest first
+        self._started = 0.0  # when the step at hand began
+        self._block_counts = (0, 0, 0)  # taken, freed, hit when it began
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -154,7 +169,7 @@ class Engine:
         name = str(self._num_added) if request_id is None else request_id
         try:
             _check_names(request_id, priority, salt)
-            if name in self._prompts:
+            if name in self._prompts or self._is_under_way(name):
                 raise UserError(f"request id {name!r} is in use: wait for it or take another id")
             ids = self._token_ids(prompt)
             self._check(ids, params)
@@ -172,6 +187,10 @@ class Engine:
         self._prompts[name] = entry
         self._owner |= dict.fromkeys(entry.live, name)
         return entry.output
+
+    def _is_under_way(self, name: str) -> bool:
+        """Whether a step that still runs knows this id, although its request has ended."""
+        return any(row.request_id == name for plan, _ in self._under_way for row in plan.rows)
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -296,24 +315,58 @@ class Engine:
         plan) with "error" and leaves the engine clean; it comes back in the report. Only an
         interrupt is raised again.
         """
-        started = self.clock()
+        return self._guarded(self._step, ahead=0)
+
+    def step_overlapped(self) -> StepReport:
+        """The same, but the next step is planned and launched before this one is looked at.
+
+        ```
+         step              plan 1  .......  update 1  plan 2  .......  update 2       host
+                                   [run 1]                    [run 2]                 device
+
+         step_overlapped   plan 1  plan 2  .  update 1  plan 3  .  update 2           host
+                                   [run 1] [run 2]              [run 3]               device
+        ```
+
+        That a request has stopped is seen one step late: its extra token is dropped.
+        """
+        return self._guarded(self._step, ahead=1)
+
+    def _step(self, ahead: int) -> StepReport:
+        """Launch until `ahead` steps run beside the oldest, then take in the oldest's tokens."""
+        while len(self._under_way) <= ahead and self._launch():
+            pass
+        if not self._under_way:
+            return self._report(StepPlan(self.scheduler.step, (), (), (), 0), [])
+        plan, handle = self._under_way[0]
+        outputs = self._collect(plan, handle.result())
+        self._under_way.popleft()
+        if self.paranoid:
+            self.check()
+        return self._report(plan, outputs)
+
+    def _launch(self) -> bool:
+        """Plan and start a step; False if there was nothing to run."""
+        plan = self.scheduler.schedule()
+        self._under_way.append((plan, _NOT_LAUNCHED))
+        self._under_way[-1] = (plan, self.runner.launch(plan))
+        if not plan.rows:  # but rows may have been freed, and the runner was told
+            self._under_way.pop()
+            self.scheduler.retell(StepPlan(plan.step, (), (), (), 0))
+        return bool(plan.rows)
+
+    def _guarded(self, step: Callable[[int], StepReport], ahead: int) -> StepReport:
+        self._started, pool = self.clock(), self.scheduler.kv.pool
+        self._block_counts = (pool.num_allocated, pool.num_freed, pool.num_touched)
         while self._grown:
             self._grown.pop().delta = ""
-        pool = self.scheduler.kv.pool
-        counts = (pool.num_allocated, pool.num_freed, pool.num_touched)
-        plan: StepPlan | None = None
         try:
-            plan = self.scheduler.schedule()
-            result = self.runner.launch(plan).result()
-            outputs = self._collect(plan, result)
-            if self.paranoid:
-                self.check()
+            return step(ahead)
         except BaseException as error:
-            outputs = self._fail(plan, error)
+            plan, outputs = self._fail(error)
             if not isinstance(error, Exception):
                 raise
-            return self._report(plan, counts, started, outputs, error)
-        return self._report(plan, counts, started, outputs)
+            return self._report(plan, outputs, error)
 
     def _collect(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Append what was sampled to scheduler and text; the outputs that changed."""
@@ -392,45 +445,47 @@ class Engine:
             output.finished, output.elapsed = True, self.clock() - entry.added
             del self._prompts[output.request_id]
 
-    def _fail(self, plan: StepPlan | None, error: BaseException) -> list[RequestOutput]:
-        """A step went wrong: end its requests, forget every cached block it may have spoilt."""
+    def _fail(self, error: BaseException) -> tuple[StepPlan, list[RequestOutput]]:
+        """A step went wrong: end its requests, forget every cached block it may have spoilt.
+
+        With it go the steps launched after it. Returns a plan to report on, and the outputs.
+        """
         self.scheduler.kv.pool.reset_index()
+        plans = [plan for plan, _ in self._under_way]
+        self._under_way.clear()
         failed: dict[str, RequestOutput] = {}
-        for child in [row.request_id for row in plan.rows] if plan else list(self._owner):
+        names = [row.request_id for plan in plans for row in plan.rows]
+        for child in names if plans else list(self._owner):
             if child in self._owner:
                 output = self._prompts[self._owner[child]].output
                 failed[output.request_id] = output
                 self._end(child, FinishReason.ERROR, f"{type(error).__name__}: {error}")
-        if plan is not None:
+        for plan in plans:
             self.scheduler.retell(plan)
-        return list(failed.values())
+        empty = StepPlan(self.scheduler.step, (), (), (), 0)
+        return next(iter(plans), empty), list(failed.values())
 
     def _report(
-        self,
-        plan: StepPlan | None,
-        counts: tuple[int, int, int],
-        started: float,
-        outputs: list[RequestOutput],
-        error: BaseException | None = None,
+        self, plan: StepPlan, outputs: list[RequestOutput], error: BaseException | None = None
     ) -> StepReport:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        plan = plan or StepPlan(scheduler.step, (), (), (), 0)
-        seconds = self.clock() - started
+        seconds = self.clock() - self._started
         waiting = len(scheduler.waiting)
         if self.recorder.enabled:
             running, free = len(scheduler.running), pool.num_free
             self.recorder.emit(
                 StepTimed(plan.step, "", seconds, plan.num_tokens, running, waiting, free)
             )
+        taken, freed, hit = self._block_counts
         return StepReport(
             step=plan.step,
             ran=tuple([(row.request_id, row.num_tokens) for row in plan.rows]),
             waited=plan.waited,
             num_waiting=waiting,
             preempted=plan.preempted,
-            blocks_taken=pool.num_allocated - counts[0],
-            blocks_freed=pool.num_freed - counts[1],
-            blocks_hit=pool.num_touched - counts[2],
+            blocks_taken=pool.num_allocated - taken,
+            blocks_freed=pool.num_freed - freed,
+            blocks_hit=pool.num_touched - hit,
             seconds=seconds,
             outputs=tuple(outputs),
             error=error,

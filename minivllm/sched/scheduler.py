@@ -42,7 +42,11 @@ _ORDER = attrgetter("sort_key")
 
 
 class Scheduler:
-    """Queues of requests in, one `StepPlan` a step out. `schedule` and `update` alternate."""
+    """Queues of requests in, one `StepPlan` a step out; `update` takes in what it brought.
+
+    `schedule` may be called again before the `update` of the plan before: a token that is still
+    being sampled counts, its id is not needed yet.
+    """
 
     def __init__(
         self, config: SchedulerConfig, kv: KVCacheManager, recorder: EventSink | None = None
@@ -58,6 +62,7 @@ class Scheduler:
         self._waited: dict[str, str] = {}  # request id -> why it got nothing in the last step
         self._free_rows = list(range(config.max_num_seqs))  # a heap: the lowest row goes first
         self._freed_rows: list[int] = []  # not yet told to the runner
+        self._planned: dict[int, list[Request]] = {}  # step -> its requests, in the plan's order
 
     # -- requests come and go ----------------------------------------------------------------
 
@@ -150,6 +155,7 @@ class Scheduler:
         rows: list[RowPlan] = []
         new_rows: list[NewRow] = []
         preempted: list[str] = []
+        self._planned[self.step] = []
         self._waited = {}
         budget = self._schedule_running(rows, preempted)
         if preempted:
@@ -177,12 +183,20 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         longest_chunk = self.config.long_prefill_token_threshold or budget
         running, allocate_slots = self.running, self.kv.allocate_slots
-        num_left = [len(r.token_ids) + r.num_pending - r.num_computed_tokens for r in running]
+        num_left = [
+            # Nothing for one that ends with the step under way, whatever its token will be.
+            total - r.num_computed_tokens if total < r.max_total_tokens else 0
+            for r in running
+            if (total := len(r.token_ids) + r.num_pending)
+        ]
         decodes_left = num_left.count(1)
         planned: list[Request] = []
         i = 0
         while i < len(running):  # the list shrinks at its end when somebody is preempted
             request, num_new = running[i], num_left[i]
+            if num_new == 0:
+                i += 1
+                continue
             if num_new == 1:
                 decodes_left -= 1
                 num_new = min(1, budget)
@@ -217,6 +231,8 @@ class Scheduler:
         longest_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         while self.waiting:
             request = self.waiting[0]
+            if request.num_pending:
+                return self._wait("preempted while its last token was on its way")
             if not self._free_rows:
                 return self._wait(f"all {config.max_num_seqs} rows are taken (max_num_seqs)")
             if budget == 0:
@@ -270,6 +286,7 @@ class Scheduler:
         """Count `num_new` tokens as computed; `block_ids` are those that the runner lacks."""
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + num_new
+        self._planned[self.step].append(request)
         num_left = len(request.token_ids) + request.num_pending - end
         samples = num_left == 0
         if samples:
@@ -305,7 +322,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take row and blocks from the last running request; it waits to be recomputed."""
-        assert request is self.running[-1] and request.num_pending == 0, f"{request} is in a step"
+        assert request is self.running[-1], f"{request} is not the last one"
         if self.recorder.enabled:
             reason = f"no free KV block for {self.running[0].request_id} and those after it"
             self.recorder.emit(
@@ -333,29 +350,28 @@ class Scheduler:
         a `finish_reason` and are no longer in the scheduler.
         """
         grown: list[tuple[Request, SampledToken]] = []
-        requests, recording = self.requests, self.recorder.enabled
-        for row, sampled in zip(plan.rows, result.sampled, strict=True):
-            if sampled is None:
+        recording = self.recorder.enabled
+        for request, sampled in zip(self._planned.pop(plan.step), result.sampled, strict=True):
+            # A request may have ended while the step ran: then its token is dropped.
+            if sampled is None or request.finish_reason is not None:
                 continue
-            request = requests.get(row.request_id)
-            if request is None:
-                continue  # it ended while the step ran
             token_id = sampled.token_id
             request.num_pending -= 1
             token_ids = request.token_ids
             token_ids.append(token_id)
             grown.append((request, sampled))
             if recording:
-                self.recorder.emit(Sampled(plan.step, row.request_id, token_id))
+                self.recorder.emit(Sampled(plan.step, request.request_id, token_id))
             if token_id in request.stop_token_ids:
                 named = token_id in (request.params.stop_token_ids or ())
-                self.finish(row.request_id, FinishReason.STOP, token_id if named else None)
+                self.finish(request.request_id, FinishReason.STOP, token_id if named else None)
             elif len(token_ids) >= request.max_total_tokens:
-                self.finish(row.request_id, FinishReason.LENGTH)
+                self.finish(request.request_id, FinishReason.LENGTH)
         return grown
 
     def retell(self, plan: StepPlan) -> None:
-        """The runner may not have seen a plan that failed: tell it again which rows are free."""
+        """A plan failed, in place of `update`: the runner may not have seen which rows are free."""
+        self._planned.pop(plan.step, None)
         self._freed_rows = sorted({*plan.freed_rows, *self._freed_rows})
 
     def check(self) -> None:
