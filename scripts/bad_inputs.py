@@ -170,7 +170,7 @@ TABLE = [
         engine(num_gpu_blocks_override=1),
         "needs at least 2",
     ),
-    BadInput("LLM(folder without a model)", folder_without_a_model, "config.json"),
+    BadInput("LLM(folder without a model)", folder_without_a_model, "holds no model"),
     BadInput("LLM('./nowhere')", lambda llm, folder: LLM(str(folder / "nowhere")), "nowhere"),
     BadInput("LLM(truncated GGUF)", truncated_gguf, "lies beyond its end"),
     BadInput("LLM(safetensors with a wrong shape)", wrong_shape, "has shape [63]"),
@@ -188,6 +188,7 @@ def main() -> None:
                 try:
                     bad.call(llm, folder)
                 except UserError as error:
+                    assert bad.sentence in str(error), error
                     print(f"{bad.code}\n    {str(error).replace(name, '…')}")
                 else:
                     raise SystemExit(f"{bad.code} was not refused")
