@@ -29,7 +29,7 @@ HOUSE = """
  5  bridge   runner.scripted runner.simulated runner.memory runner.batch runner.sampler \
              runner.runner runner.loader runner.tiny
  6  bridge   engine.detokenizer engine.engine engine.llm
- 9  top      course.house doctor demo
+ 9  top      course.house doctor watch demo
 10  top      cli __main__
 """
 # Who may import within a function, and why. The loader of kernels: some machines lack triton. The
