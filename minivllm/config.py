@@ -11,6 +11,7 @@ LoRA, speculation, multimodality. Chapter 1 reads `ModelConfig`.
 import dataclasses
 import logging
 import math
+import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +116,9 @@ class ModelConfig:
 
 def _check_type(name: str, value: object, kind: Any) -> None:
     """Refuse `block_size="16"` and `enforce_eager=1`: a bool is no number here, nor the reverse."""
-    right = isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)
+    kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
+    kinds = tuple(getattr(k, "__origin__", k) for k in kinds)
+    right = isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         right = True
     if not right:
@@ -143,6 +146,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0  # longest chunk of one prompt in a step; 0 = the budget
     scheduling_policy: str = "fcfs"  # or "priority": a smaller number goes first
+    async_scheduling: bool | None = None  # plan a step while one runs; None = on a GPU
+    cudagraph_capture_sizes: tuple[int, ...] | None = None  # rows; None = 1, 2, 4, 8, 16, 24, …
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,7 @@ class EngineConfig:
     seed: int = 0
     max_model_len: int | None = None  # None = what the model was trained for
     load_format: str = "auto"  # "auto", "safetensors", "gguf" or "dummy" (random weights)
+    enforce_eager: bool = False  # no CUDA graphs
     max_logprobs: int = 20
     revision: str | None = None
     download_dir: str | None = None
@@ -227,6 +233,9 @@ class EngineConfig:
         for name, count in positive.items():
             if count is not None and count < 1:
                 raise UserError(f"{name} must be a positive integer, not {count!r}")
+        sizes = sched.cudagraph_capture_sizes
+        if sizes is not None and (not sizes or sorted({*sizes}) != [*sizes] or sizes[0] < 1):
+            raise UserError(f"cudagraph_capture_sizes must be positive and ascending, not {sizes}")
         for name, share in (
             ("gpu_memory_utilization", cache.gpu_memory_utilization),
             ("reserved_memory_ratio", cache.reserved_memory_ratio),
@@ -264,4 +273,8 @@ class EngineConfig:
                 f"is {sched.max_num_batched_tokens:,} and max_model_len is {max_model_len:,}: "
                 f"raise the first, lower the second, or enable chunked prefill"
             )
-        return dataclasses.replace(self, max_model_len=max_model_len, device=device, dtype=dtype)
+        if sched.async_scheduling is None:
+            sched = dataclasses.replace(sched, async_scheduling=device == "cuda")
+        return dataclasses.replace(
+            self, max_model_len=max_model_len, device=device, dtype=dtype, scheduler=sched
+        )

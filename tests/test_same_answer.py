@@ -33,6 +33,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no-chunks": {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},
     "no-prefix-cache": {"enable_prefix_caching": False},
     "few-rows": {"max_num_seqs": 3},
+    "overlapped": {"async_scheduling": True, "max_num_seqs": 8},
+    "overlapped-tiny-pool": {
+        "async_scheduling": True,
+        "num_gpu_blocks_override": 112,
+        "max_num_batched_tokens": 256,
+    },
+    "plain": {"async_scheduling": False, "enforce_eager": True},  # on a GPU both are on by default
     # Of two settings that pull apart, both at once:
     "tiny-pool": {"num_gpu_blocks_override": 112, "max_num_batched_tokens": 256},
     "tiny-pool-no-cache": {
@@ -42,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "priority": {"scheduling_policy": "priority", "num_gpu_blocks_override": 112},
 }
-QUICK = ("budget-64", "block-24", "tiny-pool")
+QUICK = ("budget-64", "block-24", "overlapped-tiny-pool")
 
 
 def run(llm: LLM, prompts: list[dict[str, Any]], **kwargs: Any) -> list[list[int]]:

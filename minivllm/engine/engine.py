@@ -341,6 +341,10 @@ class Engine:
         plan, handle = self._under_way[0]
         outputs = self._collect(plan, handle.result())
         self._under_way.popleft()
+        while self._under_way and not self._prompts:  # steps of requests that have just ended
+            plan, handle = self._under_way[0]
+            self.scheduler.update(plan, handle.result())
+            self._under_way.popleft()
         if self.paranoid:
             self.check()
         return self._report(plan, outputs)

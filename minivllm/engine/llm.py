@@ -309,7 +309,9 @@ class LLM:
         )
 
     def _step_or_raise(self) -> StepReport:
-        report = self.step()
+        overlap = self.config.scheduler.async_scheduling
+        with _deferred_interrupt():
+            report = self.engine.step_overlapped() if overlap else self.engine.step()
         if report.error is not None:
             names = ", ".join(name for name, _ in report.ran)
             raise EngineStepError(

@@ -142,9 +142,9 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[num_logits, hidden_size] -> a score for each token: [num_logits, vocab_size] fp32."""
+        """[num_logits, hidden_size] -> a score for each token: [num_logits, vocab_size]."""
         head = self.lm_head or self.embed_tokens.score
-        return head(hidden).float()
+        return head(hidden)
 
 
 def flops(config: ModelConfig, rows: Iterable[tuple[int, int]]) -> int:

@@ -99,6 +99,16 @@ def load(
         num_tokens / config.max_model_len,
     )
     runner = ModelRunner(config, model, kv_cache, drawing, device)
+    if runner.graphs is not None:
+        begin = time.perf_counter()
+        free = torch.cuda.mem_get_info(device)[0]
+        runner.graphs.capture(progress=logger.isEnabledFor(logging.INFO))
+        taken = free - torch.cuda.mem_get_info(device)[0]
+        logger.info(
+            "Graph capturing finished in %s, took %s",
+            format_seconds(time.perf_counter() - begin),
+            format_bytes(taken),
+        )
     logger.info("init engine took %s", format_seconds(time.perf_counter() - start))
     return Loaded(runner, config, model_config, tokenizer, memory)
 

@@ -16,11 +16,45 @@ from minivllm.kernels.batch import Batch
 from minivllm.models.decoder import Decoder
 from minivllm.request import TokenLogprobs
 from minivllm.runner.batch import Rows, Step
-from minivllm.runner.sampler import Sampler
-from minivllm.runner.scripted import Finished
-from minivllm.sched.plan import RowPlan, SampledToken, StepPlan, StepResult
+from minivllm.runner.graphs import DecodeGraphs, default_sizes
+from minivllm.runner.sampler import Drawn, Sampler
+from minivllm.sched.plan import RowPlan, StepPlan, StepResult
 
+PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
 LOGITS_AT_ONCE = 256  # rows of prompt logits in memory at a time: 50 MB at a vocabulary of 49k
+
+
+class LaunchedStep:
+    """A `StepHandle`: the drawn tokens are on their way to the host.
+
+    The copy is ordered behind the step and before whatever is launched next, so waiting for it does
+    not wait for that.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampling: list[RowPlan],  # in the order of `drawn`
+        drawn: Drawn | None,
+        prompt_logprobs: PromptLogprobs,
+    ) -> None:
+        self._plan, self._sampling, self._prompt_logprobs = plan, sampling, prompt_logprobs
+        self._drawn, self._copied = drawn, None
+        if drawn is not None and drawn.token_ids.is_cuda:
+            on_host = torch.empty_like(drawn.token_ids, device="cpu", pin_memory=True)
+            on_host.copy_(drawn.token_ids, non_blocking=True)
+            self._drawn = drawn._replace(token_ids=on_host)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def result(self) -> StepResult:
+        """Wait for the tokens."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens = self._drawn.to_host() if self._drawn is not None else []
+        by_row = {planned.row: token for planned, token in zip(self._sampling, tokens, strict=True)}
+        sampled = tuple([by_row.get(planned.row) for planned in self._plan.rows])
+        return StepResult(self._plan.step, sampled, self._prompt_logprobs)
 
 
 class ModelRunner:
@@ -46,41 +80,47 @@ class ModelRunner:
         self.model, self.kv_cache, self.sampler = model, kv_cache, sampler
         block_size = config.cache.block_size
         self.rows = Rows(config.scheduler.max_num_seqs, config.max_model_len, block_size, device)
+        self.graphs: DecodeGraphs | None = None
+        if device.type == "cuda" and not config.enforce_eager:
+            sizes = config.scheduler.cudagraph_capture_sizes
+            sizes = list(sizes or default_sizes(config.scheduler.max_num_seqs))
+            self.graphs = DecodeGraphs(
+                model, kv_cache, self.rows, sampler, sizes, config.max_model_len
+            )
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Finished:
-        """Run the step: update rows, build the batch, forward, sample."""
+    def launch(self, plan: StepPlan) -> "LaunchedStep":
+        """Run the step: update rows, build the batch, forward, sample. Waits for nothing."""
         self.rows.apply(plan)
         for row in plan.freed_rows:
             self.sampler.remove(row)
         for new in plan.new_rows:
             self.sampler.add(new)
         if not plan.rows:
-            return Finished(StepResult(plan.step, ()))
+            return LaunchedStep(plan, [], None, {})
+        if self.graphs is not None and self.graphs.covers(plan.rows):
+            drawn = Drawn(self.graphs.launch(plan.rows), [], [], None)
+            return LaunchedStep(plan, list(plan.rows), drawn, {})
         step = self.rows.build(plan)
         hidden = self.model(step.batch, self.kv_cache)  # [num_logits, hidden_size]
         num_sampling = len(step.sampling)
-        sampled = self._sample(hidden[:num_sampling], step)
+        drawn = self._sample(hidden[:num_sampling], step) if num_sampling else None
         prompt_logprobs = self._prompt_logprobs(hidden[num_sampling:], step.prompts)
-        in_order = tuple([sampled.get(planned.row) for planned in plan.rows])
-        return Finished(StepResult(plan.step, in_order, prompt_logprobs))
+        return LaunchedStep(plan, step.sampling, drawn, prompt_logprobs)
 
-    def _sample(self, hidden: Tensor, step: Step) -> dict[int, SampledToken]:
-        """Draw the token after each sampling row's newest; row -> token."""
-        if not step.sampling:
-            return {}
+    def _sample(self, hidden: Tensor, step: Step) -> Drawn:
+        """Draw the token after each sampling row's newest, and feed it to the next step."""
         row_ids = [planned.row for planned in step.sampling]
         positions = [planned.start + planned.num_tokens for planned in step.sampling]
-        logits = self.model.compute_logits(hidden)
-        drawn = self.sampler.draw(logits, row_ids, positions)
+        drawn = self.sampler.draw(self.model.compute_logits(hidden), row_ids, positions)
         self.rows.last_tokens[step.sampling_rows] = drawn.token_ids
-        return dict(zip(row_ids, drawn.to_host(), strict=True))
+        return drawn
 
     def _prompt_logprobs(
         self, hidden: Tensor, prompts: list[tuple[RowPlan, int]]
-    ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+    ) -> PromptLogprobs:
         """Log-probabilities of the prompt tokens after each of `hidden`, a slice at a time."""
-        found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        found: PromptLogprobs = {}
         offset = 0
         for planned, count in prompts:
             new = self.rows.info[planned.row]

@@ -181,9 +181,10 @@ class Sampler:
     ) -> None:
         self.vocab_size, self.num_valid_tokens = vocab_size, num_valid_tokens
         self.device = torch.device(device)
-        # Columns are rows of the batch, so that picking some gives contiguous vectors.
-        self._floats = torch.zeros(6, max_num_seqs, device=device)
-        self._ints = torch.zeros(2, max_num_seqs, dtype=torch.int64, device=device)
+        # Columns are rows of the batch, so that picking some gives contiguous vectors. One more is
+        # for rows of padding: all zeros, that is greedy.
+        self._floats = torch.zeros(6, max_num_seqs + 1, device=device)
+        self._ints = torch.zeros(2, max_num_seqs + 1, dtype=torch.int64, device=device)
         # What a row with penalties has seen of each token: 1 if in the prompt + 2 per output token.
         self._seen: Tensor | None = None  # [max_num_seqs, vocab_size] int32, made when first asked
         self._random: set[int] = set()  # rows that are not greedy
@@ -240,14 +241,15 @@ class Sampler:
         """Draw one token a row without waiting for the device.
 
         Args:
-            logits: [n, vocab_size] fp32, changed in place.
+            logits: [n, vocab_size], may be changed in place.
             rows: n rows, each at most once.
             positions: index of the token being drawn within its request (prompt included).
         """
+        if not self.draws_plainly(rows):
+            logits = logits.float()  # sums and penalties want more than bf16 has
         asking = [i for i, row in enumerate(rows) if row in self._num_logprobs]
         raw = logits[asking] if asking else None  # a copy: log-probabilities are the model's own
-        if self.num_valid_tokens < self.vocab_size:
-            logits[:, self.num_valid_tokens :] = float("-inf")
+        self._mask_padding(logits)
         if not self._edits.keys().isdisjoint(rows):
             for i, row in enumerate(rows):
                 if row in self._edits:
@@ -269,10 +271,35 @@ class Sampler:
         if self._random.isdisjoint(rows):
             return logits.argmax(-1)
         index = torch.tensor(rows, device=self.device)
-        temperature, top_p, min_p = self._floats[:3, index]
-        top_k, seeds = self._ints[:, index]
-        u = ops.uniform(seeds, torch.tensor(positions, device=self.device))
+        return self._sample(logits, index, torch.tensor(positions, device=self.device))
+
+    def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        temperature, top_p, min_p = self._floats[:3, rows]
+        top_k, seeds = self._ints[:, rows]
+        u = ops.uniform(seeds, positions)
         return ops.sample(logits, temperature, top_k, top_p, min_p, u)
+
+    def draws_plainly(self, rows: Sequence[int]) -> bool:
+        """Whether `draw_plain` does for these rows; never for a sampler of one's own."""
+        return type(self) is Sampler and not any(
+            row in asking
+            for asking in (self._edits, self._penalised, self._num_logprobs)
+            if asking
+            for row in rows
+        )
+
+    def draw_plain(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """`draw` for rows that ask for no more than `ops.sample` gives; fit for a CUDA graph.
+
+        logits: [n, vocab_size], changed in place; rows, positions: [n] int64 on the device, rows
+        may repeat the one after the last. Returns [n] int64.
+        """
+        self._mask_padding(logits)
+        return self._sample(logits, rows, positions)
+
+    def _mask_padding(self, logits: Tensor) -> None:
+        if self.num_valid_tokens < self.vocab_size:
+            logits[:, self.num_valid_tokens :] = float("-inf")
 
     def prompt_logprobs(self, logits: Tensor, token_ids: Tensor, k: int) -> list[TokenLogprobs]:
         """Log-probabilities of prompt tokens and of the k best, one dict a token.

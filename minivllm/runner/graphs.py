@@ -1,0 +1,160 @@
+"""CUDA graphs of the decode step: hundreds of launches become one.
+
+A step of one token a row does the same work at the same addresses every time, except for which rows
+take part and how long they are. So it is recorded once for each size, and replayed:
+
+```
+ inputs   [ positions of n rows | their rows ]     the only thing that a step copies
+             |
+             v
+ graph n  last tokens -> tokens, tables, slots -> decoder -> logits -> draw -> last tokens
+```
+
+With r rows the next larger size n is replayed; the n - r rows of padding are the null row, whose
+table holds the null block. Rows that want more than a plain draw (penalties, bias, logprobs) and
+steps with chunks of prompts run without a graph.
+
+Mirrors vllm/v1/cudagraph_dispatcher.py and vllm/compilation/cuda_graph.py. Chapter 10 reads this.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from minivllm.kernels.batch import Batch
+from minivllm.models.decoder import Decoder
+from minivllm.runner.batch import Rows
+from minivllm.runner.sampler import Sampler
+from minivllm.sched.plan import RowPlan
+
+# Where few rows leave the card idle, attention splits the context, and how finely depends on its
+# length: sizes up to FEW_ROWS are recorded for several context lengths.
+FEW_ROWS = 4
+CONTEXT_STEP = 4  # each context bucket is this many times the one before
+SHORTEST_CONTEXT = 512
+
+
+def default_sizes(max_num_seqs: int) -> list[int]:
+    """vLLM's: 1, 2, 4, every 8 up to 256; then every 16, and the largest that can occur."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs, 16), max_num_seqs]
+    return sorted({size for size in sizes if size <= max_num_seqs})
+
+
+def context_buckets(max_model_len: int) -> list[int]:
+    """Context lengths to record few rows for: 512, 2048, … and the longest."""
+    buckets, length = [], SHORTEST_CONTEXT
+    while length < max_model_len:
+        buckets.append(length)
+        length *= CONTEXT_STEP
+    return [*buckets, max_model_len]
+
+
+class DecodeGraphs:
+    """Recorded decode steps by number of rows and context length.
+
+    Args:
+        model: the decoder.
+        kv_cache: K and V of each layer; their addresses are recorded.
+        rows: the runner's rows; likewise.
+        sampler: the sampler; likewise.
+        sizes: numbers of rows to record, ascending.
+        max_model_len: longest context in tokens.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: list[tuple[Tensor, Tensor]],
+        rows: Rows,
+        sampler: Sampler,
+        sizes: Sequence[int],
+        max_model_len: int,
+    ) -> None:
+        self.model, self.kv_cache, self.rows, self.sampler = model, kv_cache, rows, sampler
+        self.sizes = list(sizes)
+        self.contexts = context_buckets(max_model_len)
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        largest = self.sizes[-1]
+        integers = {"dtype": torch.int64, "device": rows.device}
+        self._inputs = torch.zeros(2 * largest, **integers)  # type: ignore[call-overload]
+        self._outputs = torch.zeros(largest, **integers)  # type: ignore[call-overload]
+        self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=rows.device)
+        self._index = torch.arange(largest, **integers)  # type: ignore[call-overload]
+
+    def capture(self, *, progress: bool) -> None:
+        """Record every size, the largest first, so that the others fit its memory."""
+        keys = [
+            (size, context)
+            for size in reversed(self.sizes)
+            for context in (self.contexts if size <= FEW_ROWS else self.contexts[-1:])
+        ]
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for size, context in tqdm(
+                keys, desc="Capturing CUDA graphs (decode)", disable=not progress
+            ):
+                self._inputs[:size] = 0
+                self._inputs[size : 2 * size] = self.rows.null_row
+                self._run(size, context)  # compiles kernels and warms libraries up
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=pool)
+                self._run(size, context)
+                graph.capture_end()
+                self._graphs[size, context] = graph
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _run(self, size: int, context: int) -> None:
+        """The decode step of `size` rows, reading `_inputs` and writing `_outputs`."""
+        rows = self.rows
+        positions, row_ids = self._inputs[:size], self._inputs[size : 2 * size]
+        tables = rows.block_tables[row_ids]
+        block_ids = tables.gather(1, (positions // rows.block_size)[:, None])[:, 0]
+        batch = Batch(
+            token_ids=rows.last_tokens[row_ids],
+            positions=positions,
+            slot_mapping=block_ids.long() * rows.block_size + positions % rows.block_size,
+            query_start=self._query_start[: size + 1],
+            seq_lens=(positions + 1).int(),
+            block_tables=tables,
+            logits_index=self._index[:size],
+            num_decode_rows=size,
+            max_query_len=1,
+            max_seq_len=context,
+        )
+        logits = self.model.compute_logits(self.model(batch, self.kv_cache))
+        token_ids = self.sampler.draw_plain(logits, row_ids, positions + 1)
+        rows.last_tokens[row_ids] = token_ids
+        self._outputs[:size] = token_ids
+
+    def covers(self, plan_rows: Sequence[RowPlan]) -> bool:
+        """Whether a step of these rows can be replayed."""
+        if len(plan_rows) > self.sizes[-1] or not self.sampler.draws_plainly(
+            [planned.row for planned in plan_rows]
+        ):
+            return False
+        info = self.rows.info
+        return all(
+            planned.num_tokens == 1 and planned.start >= len(info[planned.row].token_ids)  # type: ignore[union-attr]
+            for planned in plan_rows
+        )
+
+    def launch(self, plan_rows: Sequence[RowPlan]) -> Tensor:
+        """Replay a step. Returns the drawn token ids, [len(plan_rows)] int64, on the device."""
+        size = self.sizes[bisect_left(self.sizes, len(plan_rows))]
+        inputs = np.zeros(2 * size, dtype=np.int64)
+        inputs[: len(plan_rows)] = [planned.start for planned in plan_rows]
+        inputs[size:] = self.rows.null_row
+        inputs[size : size + len(plan_rows)] = [planned.row for planned in plan_rows]
+        context = self.contexts[-1]
+        if size <= FEW_ROWS:
+            longest = max(planned.start for planned in plan_rows) + 1
+            context = self.contexts[bisect_left(self.contexts, longest)]
+        self._inputs[: 2 * size].copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
+        self._graphs[size, context].replay()
+        return self._outputs[: len(plan_rows)]
