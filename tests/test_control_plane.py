@@ -19,6 +19,7 @@ from minivllm.cache.pool import NULL_BLOCK, BlockPool
 from minivllm.cache.prefix import ROOT, PrefixIndex
 from minivllm.request import FinishReason, Request, SamplingParams
 from minivllm.runner.scripted import ScriptedModel, hash_script, token_script
+from minivllm.runner.simulated import SimulatedRunner, linear_cost
 from minivllm.sched.plan import NewRow, RowPlan, SampledToken, StepPlan, StepResult
 from minivllm.sched.scheduler import Scheduler
 
@@ -757,6 +758,19 @@ def test_forced_tokens_and_logprobs_of_the_scripted_model() -> None:
     plan = StepPlan(1, (new,), (row("a", 0, 2, (1,), True),), (), 2)
     result: StepResult = model.launch(plan).result()
     assert result.sampled == (SampledToken(5, {5: (0.0, 1, None)}),)
+
+
+def test_the_simulated_runner_moves_its_clock_by_the_cost_of_each_plan() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16, num_blocks=999)
+    runner = SimulatedRunner(linear_cost(per_step=0.5, per_token=0.25), token_id=7)
+    add(scheduler, *(make_request(f"r{i}", 5, max_tokens=4) for i in range(9)))
+    requests, tokens, steps = list(scheduler.requests.values()), 0, 0
+    while scheduler.has_work():
+        plan, _ = run_plan(scheduler, runner)
+        tokens, steps = tokens + plan.num_tokens, steps + 1
+    assert tokens == 9 * (5 + 3)
+    assert runner.clock == runner.busy == 0.5 * steps + 0.25 * tokens
+    assert all(request.output_token_ids == [7] * 4 for request in requests)
 
 
 # -- two towers ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ answer, and the answer is known: a chain of hashes over the prompt and the token
 `make test` runs a seeded sample of each property, `make test-full` (marker `slow`) the large one.
 """
 
+import re
 import zlib
 from collections import Counter
 from typing import Any
@@ -276,8 +277,24 @@ class ControlPlane(RuleBasedStateMachine):
         for name in self.scheduler.requests:
             reason = self.scheduler.why_waiting(name)
             assert (reason is None) == (name in ran), f"{name} waits without a reason"
-            assert reason is None or len(reason) > 10
+            assert reason is None or self.is_true(reason, plan), f"{name}: {reason}"
         assert all(reason for _, reason in plan.waited)
+
+    def is_true(self, reason: str, plan: StepPlan) -> bool:
+        """A reason is a claim with numbers; each of them can be looked up."""
+        scheduler, budget = self.scheduler, self.config.max_num_batched_tokens
+        numbers = [int(number) for number in re.findall(r"\d+", reason)]
+        if reason.startswith("behind request"):
+            return reason == f"behind request {scheduler.waiting[0].request_id}"
+        if "max_num_seqs" in reason:
+            return len(scheduler.running) == numbers[0] == self.config.max_num_seqs
+        if "handed out" in reason:
+            return plan.num_tokens == numbers[0] == budget
+        if "KV blocks" in reason:
+            return numbers[0] > numbers[1] == self.kv.pool.num_free
+        if "in one go" in reason:
+            return not self.chunked and numbers[0] > numbers[1] == budget - plan.num_tokens
+        return "just preempted" in reason and bool(plan.preempted)
 
     def check_end(self, name: str, request: Request) -> None:
         prompt = list(request.prompt_token_ids)
