@@ -61,6 +61,9 @@ ENGINE_HELP = {
     "max_num_batched_tokens": "token budget of one step",
     "enable_chunked_prefill": "cut long prompts to what a step has left",
     "long_prefill_token_threshold": "longest chunk of one prompt in a step; 0 = the budget",
+    "async_scheduling": "plan the next step while one runs; default: on a GPU",
+    "cudagraph_capture_sizes": "comma-separated, ascending: rows of the steps kept as CUDA graphs",
+    "enforce_eager": "no CUDA graphs",
     "scheduling_policy": "fcfs (first come, first served) or priority",
 }
 SAMPLING_HELP = {
@@ -104,9 +107,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _token_ids(text: str) -> list[int]:
-    """`"1,2,3"` -> `[1, 2, 3]`."""
-    return [int(part) for part in text.split(",")]
+def _numbers(text: str) -> tuple[int, ...]:
+    """`"1,2,3"` -> `(1, 2, 3)`."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def _logit_bias(text: str) -> dict[int, float]:
@@ -115,7 +118,7 @@ def _logit_bias(text: str) -> dict[int, float]:
 
 
 # What argparse calls these in "invalid … value".
-_token_ids.__name__, _logit_bias.__name__ = "list of token ids", "JSON object"
+_numbers.__name__, _logit_bias.__name__ = "comma-separated list", "JSON object"
 
 
 def _add_flags(
@@ -126,12 +129,12 @@ def _add_flags(
     for name, text in helps.items():
         kind = next(field.type for field in fields if field.name == name)
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-        if kind is bool:
+        if kind in (bool, bool | None):
             options["action"] = argparse.BooleanOptionalAction
         elif name in ("stop", "bad_words"):
             options |= {"action": "append", "metavar": "TEXT"}
-        elif name in ("allowed_token_ids", "stop_token_ids"):
-            options |= {"type": _token_ids, "metavar": "IDS"}
+        elif name in ("allowed_token_ids", "stop_token_ids", "cudagraph_capture_sizes"):
+            options |= {"type": _numbers, "metavar": "N,N,…"}
         elif name == "logit_bias":
             options |= {"type": _logit_bias, "metavar": "JSON"}
         elif kind in (int, int | None):

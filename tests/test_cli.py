@@ -61,14 +61,17 @@ def test_every_setting_of_the_library_has_a_flag():
 def test_flags_reach_the_configs_with_their_types():
     line = "--block-size 8 --no-enable-prefix-caching --dtype=float32 --gpu-memory-utilization 0.5"
     line += " --temperature 0 --stop x --stop yz --stop-token-ids 1,2 --ignore-eos"
+    line += " --no-async-scheduling --cudagraph-capture-sizes 1,2,8"
     parsed = _parse(["generate", "a prompt", *line.split(), "--logit-bias", '{"7": -1.5}'])
     assert parsed.prompts == ["a prompt"]
     engine, sampling = _given(parsed, ENGINE_HELP), _given(parsed, SAMPLING_HELP)
     config = EngineConfig.from_args("smollm2", **engine)
     assert (config.cache.block_size, config.cache.enable_prefix_caching) == (8, False)
-    assert set(engine) == {"block_size", "enable_prefix_caching", "dtype", "gpu_memory_utilization"}
+    scheduler = config.scheduler
+    assert (scheduler.async_scheduling, scheduler.cudagraph_capture_sizes) == (False, (1, 2, 8))
+    assert scheduler.max_num_seqs == 256 and "max_num_seqs" not in engine  # not given: not passed
     params = SamplingParams(**sampling)
-    assert params.stop == ["x", "yz"] and params.stop_token_ids == [1, 2]
+    assert params.stop == ["x", "yz"] and params.stop_token_ids == (1, 2)
     assert params.logit_bias == {7: -1.5} and params.ignore_eos and params.temperature == 0
 
 
@@ -83,7 +86,7 @@ def test_flags_reach_the_configs_with_their_types():
         ("", "required: COMMAND"),
         ("generate", "no prompt"),
         ("generate x --max-tokens ten", "--max-tokens: invalid int value: 'ten'"),
-        ("generate x --stop-token-ids 1,b", "invalid list of token ids value: '1,b'"),
+        ("generate x --stop-token-ids 1,b", "invalid comma-separated list value: '1,b'"),
         ("generate x --logit-bias {", "invalid JSON object value"),
         ("generate x --temperature nan", "temperature must be a number"),
         ("generate x --max-tokens 0", "max_tokens must be an integer of at least 1"),
@@ -213,6 +216,7 @@ def test_ctrl_c_stops_an_answer_and_ctrl_d_ends(terminal: Terminal):
     terminal.wait_for("Paris")
     terminal.wait_for("prompt tokens cached)")
     terminal.wait_for("> ")
+    time.sleep(0.5)  # readline shows the prompt first and listens a moment later
     terminal.type("\x03")
     terminal.wait_for("(Ctrl-D ends the conversation)")
     terminal.wait_for("> ")

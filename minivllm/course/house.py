@@ -27,7 +27,7 @@ HOUSE = """
  4  data     models.checkpoint models.gguf models.hub models.chat_template models.tokenizer \
              models.weights models.model_config models.decoder
  5  bridge   runner.scripted runner.simulated runner.memory runner.batch runner.sampler \
-             runner.runner runner.loader runner.tiny
+             runner.graphs runner.runner runner.loader runner.tiny
  6  bridge   engine.detokenizer engine.engine engine.llm
  9  top      course.house doctor watch demo
 10  top      cli __main__
