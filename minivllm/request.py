@@ -190,7 +190,7 @@ class Request:
         "seed",
         "token_ids", "num_prompt_tokens", "num_computed_tokens", "num_pending",
         "num_cached_tokens", "num_preemptions", "max_total_tokens", "stop_token_ids",
-        "bad_words_ids", "row", "finish_reason", "stop_reason",
+        "bad_words_ids", "watched", "row", "finish_reason", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -228,6 +228,7 @@ class Request:
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
         self.bad_words_ids = bad_words_ids  # params.bad_words as token ids
+        self.watched = True  # somebody looks at its tokens one by one
         self.row = -1  # its row in the runner; -1 = none
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # the stop token or string that ended it

@@ -86,6 +86,11 @@ class TextStream:
             self._trim()
         return delta
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Take several tokens with one decoding; the text is that of one by one."""
+        self._ids += token_ids[:-1]
+        return self.push(token_ids[-1]) if token_ids else ""
+
     def flush(self) -> str:
         """The end: return what was held, an unfinished character as U+FFFD."""
         delta = self._text[self._num_sent :]
@@ -171,11 +176,15 @@ class Detokenizer:
         `include_stop_str_in_output`). With `finished` everything that was held is given out.
         """
         deltas = []
-        for token_id in token_ids:
-            if self.stopped_by is not None:
-                break
-            self.num_tokens += 1
-            deltas.append(self._cut(self._stream.push(token_id)))
+        if not self._stops:
+            self.num_tokens += len(token_ids)
+            deltas.append(self._stream.push_all(token_ids))
+        else:
+            for token_id in token_ids:
+                if self.stopped_by is not None:
+                    break
+                self.num_tokens += 1
+                deltas.append(self._cut(self._stream.push(token_id)))
         if finished and self.stopped_by is None:
             deltas += self._cut(self._stream.flush()), self._held
             self._held = ""

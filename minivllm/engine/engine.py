@@ -98,6 +98,7 @@ class _Prompt:
     params: SamplingParams
     added: float
     live: dict[str, int] = field(default_factory=dict)  # child request id -> index
+    requests: dict[str, Request] = field(default_factory=dict)
     text: dict[str, Detokenizer] = field(default_factory=dict)
 
 
@@ -151,6 +152,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         salt: str | None = None,
+        stream: bool = True,
     ) -> RequestOutput:
         """Queue a prompt (text or token ids). Returns its output object, which later steps fill.
 
@@ -160,6 +162,7 @@ class Engine:
             request_id: a name of one's own, unique among live requests; None = a number.
             priority: smaller goes first, under the policy "priority".
             salt: blocks are shared only between requests with the same one.
+            stream: fill the output step by step; False = all at once at the end, which is cheaper.
 
         Raises:
             UserError: the request can never run; the sentence says why. Nothing is queued.
@@ -176,8 +179,12 @@ class Engine:
             children = self._children(name, ids, params, priority, salt)
             entry = self._entry(name, prompt if isinstance(prompt, str) else None, ids, params)
             entry.live = {child.request_id: index for index, child in enumerate(children)}
+            entry.requests = {child.request_id: child for child in children}
+            watched = stream or params.logprobs is not None or bool(params.stop_strings)
+            for child in children:
+                child.watched = watched
             entry.text = {
-                child: Detokenizer(self.tokenizer.backend, params, ids) for child in entry.live
+                name: Detokenizer(self.tokenizer.backend, params, ids) for name in entry.live
             }
             self._queue(children)  # last: nothing after it can fail
         except UserError as error:
@@ -380,6 +387,9 @@ class Engine:
             if child in self._owner:
                 self._add_prompt_logprobs(child, first, entries)
         for request, sampled in self.scheduler.update(plan, result):
+            if not request.watched and request.finish_reason is None:
+                if request.num_output_tokens > 1:
+                    continue  # its tokens are taken over together, at its end
             name = self._owner[request.request_id]
             entry = self._prompts[name]
             if entry.output.time_to_first_token is None:
@@ -390,26 +400,34 @@ class Engine:
         return list(changed.values())
 
     def _grow(self, entry: _Prompt, request: Request, sampled: SampledToken) -> None:
-        """One more token of one continuation: its id, its text, its end."""
+        """New tokens of one continuation: their ids, their text, its end."""
         child = request.request_id
         completion = entry.output.outputs[entry.live[child]]
-        completion.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None and completion.logprobs is not None:
             completion.logprobs.append(self._with_text(sampled.logprobs))
             assert completion.cumulative_logprob is not None
             completion.cumulative_logprob += sampled.logprobs[sampled.token_id].logprob
-        stopped = request.finish_reason is FinishReason.STOP  # by a token, which is not shown
-        text = entry.text[child]
-        shown = not stopped or entry.params.include_stop_str_in_output
-        ended = request.finish_reason is not None
-        completion.delta = text.append([sampled.token_id] if shown else [], finished=ended)
-        self._grown.append(completion)
-        completion.text = text.text
+        text = self._take_over(entry, request, completion)
         if text.stopped_by is not None:
             request.finish_reason, request.stop_reason = FinishReason.STOP, text.stopped_by
             self.scheduler.finish(child, FinishReason.STOP, text.stopped_by)
         if request.finish_reason is not None:
             self._close(entry, child, request.finish_reason, request.stop_reason)
+
+    def _take_over(
+        self, entry: _Prompt, request: Request, completion: CompletionOutput
+    ) -> Detokenizer:
+        """Bring ids and text of a continuation up to what its request has."""
+        text = entry.text[request.request_id]
+        new = request.token_ids[request.num_prompt_tokens + len(completion.token_ids) :]
+        completion.token_ids += new
+        stopped = request.finish_reason is FinishReason.STOP  # by a token, which is not shown
+        if stopped and not entry.params.include_stop_str_in_output:
+            new = new[:-1]
+        completion.delta = text.append(new, finished=request.finish_reason is not None)
+        completion.text = text.text
+        self._grown.append(completion)
+        return text
 
     def _add_prompt_logprobs(self, child: str, first: int, entries: list[TokenLogprobs]) -> None:
         known = self._prompts[self._owner[child]].output.prompt_logprobs
@@ -431,10 +449,9 @@ class Engine:
         """
         self.scheduler.finish(child, reason, stop_reason)
         entry = self._prompts[self._owner[child]]
-        completion = entry.output.outputs[entry.live[child]]
-        completion.delta = entry.text[child].append([], finished=True)
-        self._grown.append(completion)
-        completion.text = entry.text[child].text
+        request = entry.requests[child]
+        request.finish_reason = reason
+        self._take_over(entry, request, entry.output.outputs[entry.live[child]])
         self._close(entry, child, reason, stop_reason)
 
     def _close(

@@ -145,7 +145,7 @@ class LLM:
         outputs: list[RequestOutput] = []
         with self._own_requests(outputs):
             for prompt, param, prio in zip(many, params, priorities, strict=True):
-                outputs.append(self._add(prompt, param, prio))
+                outputs.append(self._add(prompt, param, prio, stream=False))
             with tqdm(total=len(many), disable=not use_tqdm, desc="Processed prompts") as bar:
                 while any(not output.finished for output in outputs):
                     self._step_or_raise()
@@ -299,13 +299,18 @@ class LLM:
     # -- helpers -----------------------------------------------------------------------------
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams, priority: int, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        request_id: str | None = None,
+        stream: bool = True,
     ) -> RequestOutput:
         if not isinstance(params, SamplingParams):
             raise UserError(f"sampling_params must be SamplingParams, not {params!r}")
         text, salt = _unpack(prompt)
         return self.engine.add_request(
-            text, params, request_id=request_id, priority=priority, salt=salt
+            text, params, request_id=request_id, priority=priority, salt=salt, stream=stream
         )
 
     def _step_or_raise(self) -> StepReport:

@@ -5,6 +5,7 @@ It knows rows, not requests: what a request is, and which one goes next, the sch
 Mirrors vllm/v1/worker/gpu_model_runner.py. Chapter 6 reads this file.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class LaunchedStep:
     def __init__(
         self,
         plan: StepPlan,
-        sampling: list[RowPlan],  # in the order of `drawn`
+        sampling: Sequence[RowPlan],  # in the order of `drawn`
         drawn: Drawn | None,
         prompt_logprobs: PromptLogprobs,
     ) -> None:
@@ -52,6 +53,8 @@ class LaunchedStep:
         if self._copied is not None:
             self._copied.synchronize()
         tokens = self._drawn.to_host() if self._drawn is not None else []
+        if self._sampling is self._plan.rows:
+            return StepResult(self._plan.step, tuple(tokens))
         by_row = {planned.row: token for planned, token in zip(self._sampling, tokens, strict=True)}
         sampled = tuple([by_row.get(planned.row) for planned in self._plan.rows])
         return StepResult(self._plan.step, sampled, self._prompt_logprobs)
@@ -97,10 +100,10 @@ class ModelRunner:
         for new in plan.new_rows:
             self.sampler.add(new)
         if not plan.rows:
-            return LaunchedStep(plan, [], None, {})
+            return LaunchedStep(plan, (), None, {})
         if self.graphs is not None and self.graphs.covers(plan.rows):
             drawn = Drawn(self.graphs.launch(plan.rows), [], [], None)
-            return LaunchedStep(plan, list(plan.rows), drawn, {})
+            return LaunchedStep(plan, plan.rows, drawn, {})
         step = self.rows.build(plan)
         hidden = self.model(step.batch, self.kv_cache)  # [num_logits, hidden_size]
         num_sampling = len(step.sampling)
