@@ -7,6 +7,7 @@ Mirrors vllm/v1/engine/core.py, processor.py and output_processor.py in one file
 read it.
 """
 
+import operator
 import random
 import time
 from collections import deque
@@ -203,7 +204,8 @@ class Engine:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return list(prompt)
+            # numpy's integers become Python's; what is no integer is refused by name, later.
+            return [operator.index(i) if hasattr(i, "__index__") else i for i in prompt]
         raise UserError(f"a prompt is a text or a list of token ids, not {prompt!r}")
 
     def _entry(
@@ -451,7 +453,11 @@ class Engine:
         entry = self._prompts[self._owner[child]]
         request = entry.requests[child]
         request.finish_reason = reason
-        self._take_over(entry, request, entry.output.outputs[entry.live[child]])
+        try:
+            self._take_over(entry, request, entry.output.outputs[entry.live[child]])
+        except Exception:
+            if reason is not FinishReason.ERROR:
+                raise  # else the text may be what failed: it keeps what it has
         self._close(entry, child, reason, stop_reason)
 
     def _close(

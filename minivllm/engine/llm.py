@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, cast
 
 from tqdm.auto import tqdm
@@ -342,17 +342,19 @@ def _deferred_interrupt() -> Iterator[None]:
 
     A step cut in the middle would leave queues and tables half changed.
     """
-    if threading.current_thread() is not threading.main_thread():
+    previous = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or not callable(previous):  # only there, and only if somebody listens
         yield
         return
-    pressed: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    pressed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *signal_and_frame: pressed.append(signal_and_frame))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
     if pressed:
-        raise KeyboardInterrupt
+        previous(*pressed[0])
 
 
 def _num_tokens(output: RequestOutput) -> int:
