@@ -1,8 +1,8 @@
 """The same answer: greedy SmolLM2 in fp32 equals transformers token for token, however it is run.
 
-`data/reference/smollm2_greedy.json` is what transformers says (scripts/make_reference.py); both sides
-get the same token ids, and no prompt has a near tie. `make test` runs a few combined settings over
-a sample of the prompts, `make test-full` every setting over all 64.
+`data/reference/smollm2_greedy.json` is what transformers says (scripts/make_reference.py); both
+sides get the same token ids, and no prompt has a near tie. `make test` runs a few combined settings
+over a sample of the prompts, `make test-full` every setting over all 64.
 """
 
 import json
