@@ -370,7 +370,10 @@ def expected_child(name: str, prompt: list[int], want: dict[str, Any], limit: in
 class EngineLife:
     """One scenario: actions, then drain; every continuation's deltas are collected on the way."""
 
-    def __init__(self, flags: dict[str, Any], fails: list[tuple[int, bool]]) -> None:
+    def __init__(
+        self, flags: dict[str, Any], fails: list[tuple[int, bool]], overlapped: bool
+    ) -> None:
+        self.overlapped = overlapped
         self.fails = dict(fails)
         self.wants: dict[str, dict[str, Any]] = {}
         self.outputs: dict[str, RequestOutput] = {}
@@ -418,17 +421,27 @@ class EngineLife:
         self.wants[output.request_id], self.outputs[output.request_id] = want, output
 
     def step(self) -> None:
-        report = self.engine.step()
+        report = self.engine.step_overlapped() if self.overlapped else self.engine.step()
         self.engine.check()
         for output in report.outputs:
             self.collect(output, output.outputs)
         if report.error is not None:
             assert str(report.error) == "on purpose"
             ran = {name for name, _ in report.ran}
+            if self.overlapped:  # the step launched after the failed one fails with it
+                ran = {
+                    output.request_id + (f"-{completion.index}" if len(output.outputs) > 1 else "")
+                    for output in report.outputs
+                    for completion in output.outputs
+                    if completion.finish_reason == "error"
+                }
             assert len(self.engine.scheduler.kv.pool.index) == 0, "spoilt blocks can be found"
             assert not ran & set(self.engine.scheduler.requests)
             self.failed |= ran
             SEEN["failed"] += bool(ran)
+        if self.overlapped:
+            SEEN["overlapped"] += len(self.engine.scheduler.running) > 0
+            return  # the plan looked at is not the newest one
         for child in self.engine.scheduler.requests:
             ran_now = child in {name for name, _ in report.ran}
             assert (self.engine.scheduler.why_waiting(child) is None) == ran_now
@@ -479,13 +492,16 @@ def test_engine(count: int) -> None:
     SEEN.clear()
 
     @profile(count)
-    @given(flags=flags, actions=actions, fails=failures)
-    def live(flags: dict[str, Any], actions: list[Any], fails: list[tuple[int, bool]]) -> None:
-        life = EngineLife(flags, fails)
+    @given(flags=flags, actions=actions, fails=failures, overlapped=st.booleans())
+    def live(
+        flags: dict[str, Any], actions: list[Any], fails: list[tuple[int, bool]], overlapped: bool
+    ) -> None:
+        life = EngineLife(flags, fails, overlapped)
         for action in actions:
             life.act(action)
         life.finish()
 
     live()
-    reached = ("refused", "abort", "error", "failed", "stop string", "right after a failure")
+    reached = ("refused", "abort", "error", "failed", "stop string", "right after a failure",
+               "overlapped")  # fmt: skip
     assert {name: SEEN[name] for name in reached if SEEN[name] < 10} == {}
