@@ -22,19 +22,19 @@ HOUSE = """
  2  control  cache.block cache.prefix cache.pool cache.manager
  3  control  sched.plan sched.scheduler
  2  data     kernels.batch kernels.reference kernels.cpu kernels.attention kernels.fused \
-             kernels.sampling kernels.ops
+             kernels.sampling kernels.matvec kernels.ops
  3  data     layers.linear layers.embedding layers.norm_rope layers.attention
  4  data     models.checkpoint models.gguf models.hub models.chat_template models.tokenizer \
-             models.weights models.model_config models.decoder
+             models.weights models.model_config models.decoder models.latency
  5  bridge   runner.scripted runner.simulated runner.memory runner.batch runner.sampler \
              runner.graphs runner.runner runner.loader runner.tiny
  6  bridge   engine.detokenizer engine.engine engine.llm
  9  top      course.house doctor watch demo
 10  top      cli __main__
 """
-# Who may import within a function, and why. The loader of kernels: some machines lack triton. The
+# Who may import within a function, and why. The loaders of kernels: some machines lack triton. The
 # command line: help should not wait for torch. The doctor: torch may be what is broken.
-MAY_DEFER = {"kernels.ops", "cli", "doctor"}
+MAY_DEFER = {"kernels.ops", "models.latency", "cli", "doctor"}
 
 
 class Room(NamedTuple):
