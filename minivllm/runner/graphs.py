@@ -17,6 +17,7 @@ steps with chunks of prompts run without a graph.
 Mirrors vllm/v1/cudagraph_dispatcher.py and vllm/compilation/cuda_graph.py. Chapter 10 reads this.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -27,15 +28,20 @@ from tqdm.auto import tqdm
 
 from minivllm.kernels.batch import Batch
 from minivllm.models.decoder import Decoder
+from minivllm.models.latency import MAX_ROWS, LatencyDecoder, why_not
 from minivllm.runner.batch import Rows
 from minivllm.runner.sampler import Sampler
 from minivllm.sched.plan import RowPlan
+
+logger = logging.getLogger("minivllm")
 
 # Where few rows leave the card idle, attention splits the context, and how finely depends on its
 # length: sizes up to FEW_ROWS are recorded for several context lengths.
 FEW_ROWS = 4
 CONTEXT_STEP = 4  # each context bucket is this many times the one before
 SHORTEST_CONTEXT = 512
+# Fused matrix-vector kernels read each weight once a row: for large weights only one row pays.
+LARGE_MODEL = 2_000_000_000  # parameters
 
 
 def default_sizes(max_num_seqs: int) -> list[int]:
@@ -51,6 +57,15 @@ def context_buckets(max_model_len: int) -> list[int]:
         buckets.append(length)
         length *= CONTEXT_STEP
     return [*buckets, max_model_len]
+
+
+def _latency_buckets(latency: LatencyDecoder, max_model_len: int) -> list[int]:
+    """The context lengths at which the low-latency step changes its launches."""
+    buckets, length = [], 0
+    while length < max_model_len:
+        length = latency.context_bucket(length + 1)
+        buckets.append(min(length, max_model_len))
+    return buckets
 
 
 class DecodeGraphs:
@@ -76,7 +91,19 @@ class DecodeGraphs:
     ) -> None:
         self.model, self.kv_cache, self.rows, self.sampler = model, kv_cache, rows, sampler
         self.sizes = list(sizes)
-        self.contexts = context_buckets(max_model_len)
+        # Context lengths by size; where there is one, any length does.
+        self._contexts = {size: [max_model_len] for size in self.sizes}
+        for size in [size for size in self.sizes if size <= FEW_ROWS]:
+            self._contexts[size] = context_buckets(max_model_len)
+        self._latency: LatencyDecoder | None = None
+        if not (reason := why_not(model)):
+            self._latency = LatencyDecoder(model)
+            large = model.config.num_parameters() > LARGE_MODEL
+            self._latency_rows = 1 if large else MAX_ROWS
+            for size in [size for size in self.sizes if size <= self._latency_rows]:
+                self._contexts[size] = _latency_buckets(self._latency, max_model_len)
+        else:
+            logger.info("One row runs like many: %s", reason)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         largest = self.sizes[-1]
         integers = {"dtype": torch.int64, "device": rows.device}
@@ -90,7 +117,7 @@ class DecodeGraphs:
         keys = [
             (size, context)
             for size in reversed(self.sizes)
-            for context in (self.contexts if size <= FEW_ROWS else self.contexts[-1:])
+            for context in reversed(self._contexts[size])
         ]
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
@@ -127,7 +154,10 @@ class DecodeGraphs:
             max_query_len=1,
             max_seq_len=context,
         )
-        logits = self.model.compute_logits(self.model(batch, self.kv_cache))
+        if self._latency is not None and size <= self._latency_rows:
+            logits = self._latency.forward_logits(batch, self.kv_cache)
+        else:
+            logits = self.model.compute_logits(self.model(batch, self.kv_cache))
         token_ids = self.sampler.draw_plain(logits, row_ids, positions + 1)
         rows.last_tokens[row_ids] = token_ids
         self._outputs[:size] = token_ids
@@ -151,10 +181,9 @@ class DecodeGraphs:
         inputs[: len(plan_rows)] = [planned.start for planned in plan_rows]
         inputs[size:] = self.rows.null_row
         inputs[size : size + len(plan_rows)] = [planned.row for planned in plan_rows]
-        context = self.contexts[-1]
-        if size <= FEW_ROWS:
-            longest = max(planned.start for planned in plan_rows) + 1
-            context = self.contexts[bisect_left(self.contexts, longest)]
+        longest = max([planned.start for planned in plan_rows]) + 1
+        contexts = self._contexts[size]
+        context = contexts[bisect_left(contexts, longest)]
         self._inputs[: 2 * size].copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         self._graphs[size, context].replay()
         return self._outputs[: len(plan_rows)]
