@@ -60,12 +60,12 @@ def context_buckets(max_model_len: int) -> list[int]:
 
 
 def _latency_buckets(latency: LatencyDecoder, max_model_len: int) -> list[int]:
-    """The context lengths at which the low-latency step changes its launches."""
-    buckets, length = [], 0
-    while length < max_model_len:
-        length = latency.context_bucket(length + 1)
-        buckets.append(min(length, max_model_len))
-    return buckets
+    """Context lengths to record one row for: few, since each number of parts is compiled anew."""
+    keys, splits = latency.tiles.keys, latency.tiles.splits
+    lengths = [num_parts * keys for num_parts in (3, 5, splits)]
+    while lengths[-1] < max_model_len:
+        lengths.append(2 * lengths[-1])
+    return sorted({min(length, max_model_len) for length in lengths})
 
 
 class DecodeGraphs:
