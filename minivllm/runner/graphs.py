@@ -20,6 +20,7 @@ Mirrors vllm/v1/cudagraph_dispatcher.py and vllm/compilation/cuda_graph.py. Chap
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from minivllm.runner.sampler import Sampler
 from minivllm.sched.plan import RowPlan
 
 logger = logging.getLogger("minivllm")
+_START = attrgetter("start")
 
 # Where few rows leave the card idle, attention splits the context, and how finely depends on its
 # length: sizes up to FEW_ROWS are recorded for several context lengths.
@@ -174,16 +176,19 @@ class DecodeGraphs:
             for planned in plan_rows
         )
 
-    def launch(self, plan_rows: Sequence[RowPlan]) -> Tensor:
-        """Replay a step. Returns the drawn token ids, [len(plan_rows)] int64, on the device."""
-        size = self.sizes[bisect_left(self.sizes, len(plan_rows))]
-        inputs = np.zeros(2 * size, dtype=np.int64)
-        inputs[: len(plan_rows)] = [planned.start for planned in plan_rows]
-        inputs[size:] = self.rows.null_row
-        inputs[size : size + len(plan_rows)] = [planned.row for planned in plan_rows]
-        longest = max([planned.start for planned in plan_rows]) + 1
+    def launch(self, plan_rows: Sequence[RowPlan]) -> tuple[Tensor, list[RowPlan]]:
+        """Replay a step. Returns the drawn token ids, [num_rows] int64 on the device, and the rows
+        in their order: the longest first, so that no long one starts when the others are done.
+        """
+        ordered = sorted(plan_rows, key=_START, reverse=True)
+        count = len(ordered)
+        size = self.sizes[bisect_left(self.sizes, count)]
+        inputs = np.full(2 * size, self.rows.null_row, dtype=np.int64)
+        inputs[:size] = 0
+        inputs[:count] = [planned.start for planned in ordered]
+        inputs[size : size + count] = [planned.row for planned in ordered]
         contexts = self._contexts[size]
-        context = contexts[bisect_left(contexts, longest)]
+        context = contexts[bisect_left(contexts, ordered[0].start + 1)]
         self._inputs[: 2 * size].copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
         self._graphs[size, context].replay()
-        return self._outputs[: len(plan_rows)]
+        return self._outputs[:count], ordered

@@ -53,8 +53,6 @@ class LaunchedStep:
         if self._copied is not None:
             self._copied.synchronize()
         tokens = self._drawn.to_host() if self._drawn is not None else []
-        if self._sampling is self._plan.rows:
-            return StepResult(self._plan.step, tuple(tokens))
         by_row = {planned.row: token for planned, token in zip(self._sampling, tokens, strict=True)}
         sampled = tuple([by_row.get(planned.row) for planned in self._plan.rows])
         return StepResult(self._plan.step, sampled, self._prompt_logprobs)
@@ -102,8 +100,8 @@ class ModelRunner:
         if not plan.rows:
             return LaunchedStep(plan, (), None, {})
         if self.graphs is not None and self.graphs.covers(plan.rows):
-            drawn = Drawn(self.graphs.launch(plan.rows), [], [], None)
-            return LaunchedStep(plan, plan.rows, drawn, {})
+            token_ids, ordered = self.graphs.launch(plan.rows)
+            return LaunchedStep(plan, ordered, Drawn(token_ids, [], [], None), {})
         step = self.rows.build(plan)
         hidden = self.model(step.batch, self.kv_cache)  # [num_logits, hidden_size]
         num_sampling = len(step.sampling)
