@@ -95,8 +95,7 @@ class ModelRunner:
         self.rows.apply(plan)
         for row in plan.freed_rows:
             self.sampler.remove(row)
-        for new in plan.new_rows:
-            self.sampler.add(new)
+        self.sampler.add(*plan.new_rows)
         if not plan.rows:
             return LaunchedStep(plan, (), None, {})
         if self.graphs is not None and self.graphs.covers(plan.rows):

@@ -192,23 +192,30 @@ class Sampler:
         self._edits: dict[int, _Edits] = {}
         self._num_logprobs: dict[int, int] = {}
 
-    def add(self, new: NewRow) -> None:
-        """A request takes a row; `new.token_ids` may hold output from before a preemption."""
-        self.remove(new.row)
+    def add(self, *new_rows: NewRow) -> None:
+        """Requests take rows; `token_ids` may hold output from before a preemption."""
+        if not new_rows:
+            return
+        floats, ints = [], []
+        for new in new_rows:
+            self.remove(new.row)
+            params, row = new.params, new.row
+            # Limits keep every product finite in fp32; beyond them nothing would change.
+            floats.append((
+                min(params.temperature, 1e20), params.top_p, params.min_p,
+                min(max(params.repetition_penalty, 1e-7), 1e7),
+                params.presence_penalty, params.frequency_penalty,
+            ))  # fmt: skip
+            signed_seed = (new.seed + 2**63) % 2**64 - 2**63
+            ints.append((row, min(max(params.top_k, 0), self.vocab_size), signed_seed))
+            self._note_wishes(new)
+        rows, *columns = torch.tensor(ints, device=self.device).T
+        self._ints[:, rows] = torch.stack(columns)
+        self._floats[:, rows] = torch.tensor(floats, device=self.device).T
+
+    def _note_wishes(self, new: NewRow) -> None:
+        """Remember what the row wants beyond the plain numbers."""
         params, row = new.params, new.row
-        # Limits keep every product finite in fp32; what lies beyond them makes no difference.
-        floats = (
-            min(params.temperature, 1e20),
-            params.top_p,
-            params.min_p,
-            min(max(params.repetition_penalty, 1e-7), 1e7),
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
-        signed_seed = (new.seed + 2**63) % 2**64 - 2**63
-        top_k = min(max(params.top_k, 0), self.vocab_size)
-        self._floats[:, row] = torch.tensor(floats, device=self.device)
-        self._ints[:, row] = torch.tensor((top_k, signed_seed), device=self.device)
         if not params.greedy:
             self._random.add(row)
         if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
