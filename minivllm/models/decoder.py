@@ -13,6 +13,7 @@ a `Batch`. Quantisation, adapters and shards take its Linears' places (`layers/l
 Mirrors vllm/model_executor/models/llama.py, qwen2.py and qwen3.py. Chapter 3 reads this file.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -157,11 +158,11 @@ def flops(config: ModelConfig, rows: Iterable[tuple[int, int]]) -> int:
     Norms, RoPE and softmax are left out: below one percent.
     """
     matrices = config.num_layers * _layer_matrix_elements(config)
-    total = 0
+    total, windows = 0, _layers_by_window(config)
     for num_new, context in rows:
         total += 2 * matrices * num_new + 2 * config.vocab_size * config.hidden_size
-        for layer in range(config.num_layers):
-            pairs = _visible_pairs(num_new, context, config.layer_window(layer))
+        for window, num_layers in windows.items():
+            pairs = num_layers * _visible_pairs(num_new, context, window)
             total += 4 * config.num_heads * config.head_dim * pairs  # q·k, and probabilities·v
     return total
 
@@ -186,11 +187,16 @@ def bytes_read(
         elements -= (config.vocab_size - min(num_new, config.vocab_size)) * config.hidden_size
     kv_bytes = config.kv_bytes_per_token(kv_dtype or dtype) // config.num_layers
     visible = sum(
-        min(context, (config.layer_window(layer) or context) + num_new - 1)
+        num_layers * min(context, (window or context) + num_new - 1)
+        for window, num_layers in _layers_by_window(config).items()
         for num_new, context in rows
-        for layer in range(config.num_layers)
     )
     return elements * DTYPE_BYTES[dtype] + visible * kv_bytes
+
+
+def _layers_by_window(config: ModelConfig) -> Counter[int | None]:
+    """Sliding window in tokens (None = full attention) -> how many layers have it."""
+    return Counter(config.layer_window(layer) for layer in range(config.num_layers))
 
 
 def _layer_matrix_elements(config: ModelConfig) -> int:
