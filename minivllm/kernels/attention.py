@@ -23,6 +23,7 @@ from minivllm.kernels.batch import Batch
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # its bf16 products are wrong: use fp32 there
 LOG2E = 1.4426950408889634  # the kernels use base 2: exp(x) = exp2(x * LOG2E)
 MIN_SPLIT = 128  # tokens; a shorter part costs more in the merge than it wins
+SHORT_CONTEXT = 512  # tokens; up to here a decode program is one warp with small tiles
 MAX_SPLITS = 64  # parts of a row; the merge holds them all in one tile
 
 
@@ -73,28 +74,32 @@ def _limits(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, shared_bytes
 
 
-def _tile(q: Tensor, group: int, *, decode: bool) -> dict[str, int]:
+def _tile(q: Tensor, group: int, *, context: int | None = None) -> dict[str, int]:
     """Tile sizes by kernel, dtype and head size; measured on an H200 (bf16, head_dim 128).
+
+    `context` is that of a decode, None for a prefill. Short ones want many small programs.
 
     BLOCK_M: query vectors; TILE: keys in a loop step; STAGES: steps in flight, as many as fit.
     """
     head_dim = triton.next_power_of_2(q.shape[-1])
     _, shared_bytes = _limits(q.device)
-    if (
-        q.dtype == torch.float32
-    ):  # no tensor core computes IEEE fp32: small tiles, or registers spill
-        block_m, tile, warps = 16, 32, 4
-    elif decode:
-        block_m, tile, warps = 16, 128 if shared_bytes > 128 << 10 else 64, 4
+    roomy = shared_bytes > 128 << 10
+    block_m, most_stages = 16, 3
+    if q.dtype == torch.float32:  # no tensor core has IEEE fp32: small tiles, or registers spill
+        tile, warps = 32, 4
+    elif context is not None and context <= SHORT_CONTEXT:
+        tile, warps, most_stages = max(16, 32 * 128 // max(128, head_dim)), 1, 4
+    elif context is not None:
+        tile, warps = 128 if roomy else 64, 4
         tile = max(16, min(tile, 128 * tile // head_dim))
     else:
-        block_m, tile, warps = (128 if shared_bytes > 128 << 10 else 64), 64, 4
+        block_m, tile, warps = 128 if roomy else 64, 64, 4
         if head_dim > 128:
             tile, warps = 32, 8
     block_m = max(block_m, triton.next_power_of_2(group))
     free = shared_bytes - (8 << 10) - block_m * head_dim * q.element_size()
     stages = free // (2 * tile * head_dim * q.element_size())
-    stages = max(1, min(3, stages))
+    stages = max(1, min(most_stages, stages))
     return {"BLOCK_M": block_m, "TILE": tile, "STAGES": stages, "num_warps": warps}
 
 
@@ -131,7 +136,7 @@ def paged_decode(
         split_len,
         SPLIT=num_splits > 1,
         **_shapes(q, k_cache, sliding_window),
-        **_tile(q, num_heads // num_kv_heads, decode=True),
+        **_tile(q, num_heads // num_kv_heads, context=context),
     )
     if num_splits > 1:
         merge_splits(part_out, part_lse, out)
@@ -168,7 +173,7 @@ def paged_prefill(
     """Attention of the rows from `num_decode_rows` on: chunks of any length over their context."""
     num_kv_heads, first_row = k_cache.shape[1], batch.num_decode_rows
     group = q.shape[1] // num_kv_heads
-    tile = _tile(q, group, decode=False)
+    tile = _tile(q, group)
     # Row lengths are on the device. Each row has at most one partly filled block of queries.
     tokens = batch.num_tokens - first_row
     num_blocks = tokens // (tile["BLOCK_M"] // group) + batch.num_rows - first_row

@@ -37,8 +37,9 @@ from minivllm.sched.plan import RowPlan
 logger = logging.getLogger("minivllm")
 _START = attrgetter("start")
 
-# Where few rows leave the card idle, attention splits the context, and how finely depends on its
-# length: sizes up to FEW_ROWS are recorded for several context lengths.
+# Attention over short contexts wants other tiles, so every size is recorded for short ones and for
+# any. Where few rows leave the card idle, it also splits the context, and how finely depends on its
+# length: sizes up to FEW_ROWS are recorded for several lengths.
 FEW_ROWS = 4
 CONTEXT_STEP = 4  # each context bucket is this many times the one before
 SHORTEST_CONTEXT = 512
@@ -93,8 +94,9 @@ class DecodeGraphs:
     ) -> None:
         self.model, self.kv_cache, self.rows, self.sampler = model, kv_cache, rows, sampler
         self.sizes = list(sizes)
-        # Context lengths by size; where there is one, any length does.
-        self._contexts = {size: [max_model_len] for size in self.sizes}
+        # Context lengths by size; a step takes the shortest that its rows do not exceed.
+        shortest = min(SHORTEST_CONTEXT, max_model_len)
+        self._contexts = {size: sorted({shortest, max_model_len}) for size in self.sizes}
         for size in [size for size in self.sizes if size <= FEW_ROWS]:
             self._contexts[size] = context_buckets(max_model_len)
         self._latency: LatencyDecoder | None = None

@@ -18,7 +18,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.request import TokenLogprobs
 from minivllm.runner.batch import Rows, Step
 from minivllm.runner.graphs import DecodeGraphs, default_sizes
-from minivllm.runner.sampler import Drawn, Sampler
+from minivllm.runner.sampler import Drawn, Sampler, on_device
 from minivllm.sched.plan import RowPlan, StepPlan, StepResult
 
 PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
@@ -126,7 +126,7 @@ class ModelRunner:
             new = self.rows.info[planned.row]
             assert new is not None and new.params.prompt_logprobs is not None
             first = planned.start + 1  # the position that the first of these states scores
-            targets = torch.tensor(new.token_ids[first : first + count], device=hidden.device)
+            targets = on_device(new.token_ids[first : first + count], hidden.device)
             entries: list[TokenLogprobs] = []
             for begin in range(0, count, LOGITS_AT_ONCE):
                 end = min(begin + LOGITS_AT_ONCE, count)

@@ -28,7 +28,7 @@ logits processors as plug-ins, speculative drafts. Chapter 11 reads this file.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,15 @@ from minivllm.sched.plan import NewRow, SampledToken
 # Added to the logit of a banned token. Finite, so that a row whose every token is banned (its only
 # allowed token is its end of sequence, before min_tokens) still draws one of them and no NaN.
 BAN = -1e30
+
+
+def on_device(
+    values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A small tensor on its way to the device. An ordinary copy would wait for all work there."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 class Logprobs(NamedTuple):
@@ -110,9 +119,9 @@ class _BadWords:
         length = max(map(len, words)) - 1
         padded = [[-1] * (length + 1 - len(word)) + list(word[:-1]) for word in words]
         tail = ([-2] * length + list(output))[len(output) :]
-        self.prefixes = torch.tensor(padded, device=device).view(len(words), length)
-        self.last = torch.tensor([word[-1] for word in words], device=device)
-        self.tail = torch.tensor(tail, device=device, dtype=torch.int64)
+        self.prefixes = on_device(padded, device, torch.int64).view(len(words), length)
+        self.last = on_device([word[-1] for word in words], device)
+        self.tail = on_device(tail, device, torch.int64)
 
     def ban(self, logits: Tensor) -> None:
         """Ban the last token of each word whose other tokens were just drawn. logits: [vocab]."""
@@ -132,19 +141,19 @@ class _Edits:
         self.addend: Tensor | None = None  # [vocab] fp32
         if params.allowed_token_ids is not None:
             self.addend = torch.full((vocab_size,), float("-inf"), device=device)
-            self.addend[torch.tensor(params.allowed_token_ids, device=device)] = 0
+            self.addend[on_device(params.allowed_token_ids, device)] = 0
         if params.logit_bias:
             if self.addend is None:
                 self.addend = torch.zeros(vocab_size, device=device)
-            ids = torch.tensor(list(params.logit_bias), device=device)
-            bias = torch.tensor(list(params.logit_bias.values()), device=device).float()
+            ids = on_device(list(params.logit_bias), device)
+            bias = on_device(list(params.logit_bias.values()), device).float()
             self.addend[ids] += bias
         self.bad_words: _BadWords | None = None
         if new.bad_words_ids:
             self.bad_words = _BadWords(new.bad_words_ids, new.token_ids[num_prompt:], device)
         # A stop id outside the vocabulary can never be drawn: harmless, and no index.
         stop_ids = [i for i in new.stop_token_ids if i < vocab_size]
-        self.stop_ids = torch.tensor(stop_ids, device=device, dtype=torch.int64)
+        self.stop_ids = on_device(stop_ids, device, torch.int64)
         self.first_stop_position = num_prompt + params.min_tokens if stop_ids else 0
 
     def apply(self, logits: Tensor, position: int) -> None:
@@ -209,9 +218,9 @@ class Sampler:
             signed_seed = (new.seed + 2**63) % 2**64 - 2**63
             ints.append((row, min(max(params.top_k, 0), self.vocab_size), signed_seed))
             self._note_wishes(new)
-        rows, *columns = torch.tensor(ints, device=self.device).T
+        rows, *columns = on_device(ints, self.device).T
         self._ints[:, rows] = torch.stack(columns)
-        self._floats[:, rows] = torch.tensor(floats, device=self.device).T
+        self._floats[:, rows] = on_device(floats, self.device).T
 
     def _note_wishes(self, new: NewRow) -> None:
         """Remember what the row wants beyond the plain numbers."""
@@ -277,8 +286,8 @@ class Sampler:
         """Pick a token a row from logits that are masked and penalised. Returns [n] int64."""
         if self._random.isdisjoint(rows):
             return logits.argmax(-1)
-        index = torch.tensor(rows, device=self.device)
-        return self._sample(logits, index, torch.tensor(positions, device=self.device))
+        index = on_device(rows, self.device)
+        return self._sample(logits, index, on_device(positions, self.device))
 
     def _sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         temperature, top_p, min_p = self._floats[:3, rows]
@@ -337,7 +346,7 @@ class Sampler:
         if self._seen is None:
             shape = self._floats.shape[1], self.vocab_size
             self._seen = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        ids = torch.tensor(new.token_ids, device=self.device)
+        ids = on_device(new.token_ids, self.device)
         prompt, output = ids[: new.num_prompt_tokens], ids[new.num_prompt_tokens :]
         seen = self._seen[new.row].zero_()
         seen[prompt] = 1
@@ -346,7 +355,7 @@ class Sampler:
     def _penalise(self, logits: Tensor, indices: list[int], rows: list[int]) -> None:
         """Repetition penalty (Keskar et al. 2019), then frequency and presence, in place."""
         assert self._seen is not None, "a row with penalties was added without being counted"
-        index, row_index = (torch.tensor(x, device=self.device) for x in (indices, rows))
+        index, row_index = (on_device(x, self.device) for x in (indices, rows))
         repetition, presence, frequency = self._floats[3:, row_index].unsqueeze(-1)
         seen, chosen = self._seen[row_index], logits[index]
         num_output = seen >> 1
@@ -358,7 +367,7 @@ class Sampler:
         """Take the drawn tokens into counts and tails, on the device."""
         if penalised:
             assert self._seen is not None, "a row with penalties was added without being counted"
-            row_index = torch.tensor([rows[i] for i in penalised], device=self.device)
+            row_index = on_device([rows[i] for i in penalised], self.device)
             self._seen[row_index, token_ids[penalised]] += 2
         if not self._edits.keys().isdisjoint(rows):
             for i, row in enumerate(rows):
