@@ -348,17 +348,22 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("capacity", [2048, 32])
+def make_small(monkeypatch) -> None:
+    """Room for 32 candidates of which 8 are few, chunks of 16, 4 of them collected at a time."""
+    sizes = {"MAX_CANDIDATES": 32, "FEW_CANDIDATES": 8, "CHUNK": 16, "GATHER": 64, "ROW_TILE": 128}
+    for name, value in sizes.items():
+        monkeypatch.setattr(sampling, name, value)
+
+
+@pytest.mark.parametrize("capacity", [sampling.MAX_CANDIDATES, 32])
 @pytest.mark.parametrize("name", adversarial_logits(300))
 def test_draws_equal_the_twins(name, capacity, monkeypatch, device):
     """The same token for each of several u, under every filter: so the same kept set and order.
 
     With room for 32 candidates the kernel takes its other ways: bounds from chunks, whole rows.
     """
-    monkeypatch.setattr(sampling, "MAX_CANDIDATES", capacity)
     if capacity == 32:
-        monkeypatch.setattr(sampling, "CHUNK", 16)
-        monkeypatch.setattr(sampling, "ROW_TILE", 128)
+        make_small(monkeypatch)
     logits = adversarial_logits(300)[name].to(device)
     u = torch.tensor([1e-6, 0.37, 1 - 2**-24], device=device)
     for filters in FILTERS.values():
@@ -385,9 +390,7 @@ def test_every_token_of_the_kept_set_is_drawn(device):
 @pytest.mark.parametrize("kept", [25, 32, 33])
 def test_candidates_that_just_fit_or_just_do_not(kept, monkeypatch, device):
     """min_p keeps `kept` tokens all over the row; there is room for 32."""
-    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 32)
-    monkeypatch.setattr(sampling, "CHUNK", 16)
-    monkeypatch.setattr(sampling, "ROW_TILE", 128)
+    make_small(monkeypatch)
     ids = torch.linspace(0, 299, kept).long().to(device)
     logits = torch.full((300,), -1.0, device=device)  # exp(-1) = 0.37: under min_p, not nothing
     logits[ids] = 0.0
@@ -395,6 +398,32 @@ def test_candidates_that_just_fit_or_just_do_not(kept, monkeypatch, device):
     drawn, expected = sample_both(logits, u, min_p=0.5)
     assert torch.equal(drawn, expected)
     assert torch.equal(drawn, ids[[0, 9, -2, -1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_end_the_search_at_their_own_steps(dtype, monkeypatch, device):
+    """Their keys lie far apart, their ties are many: thresholds and kept sets as the twin's."""
+    make_small(monkeypatch)
+    logits = (adversarial_logits(300)["noise"] - 1).to(device, dtype)  # of both signs
+    u = torch.tensor([0.02, 0.5, 0.98], device=device)
+    for filters in ({"top_k": 9}, {"top_p": 0.7}, {"top_k": 60, "top_p": 0.9}, {"min_p": 0.3}):
+        drawn, expected = sample_both(logits, u, temperature=0.8, **filters)
+        assert torch.equal(drawn, expected), (filters, drawn, expected)
+
+
+def test_the_nucleus_beside_many_candidates_is_found_by_the_count(monkeypatch, device):
+    """A guess of how many logits fit: right for scattered ones, repaired by the whole row if not.
+
+    1,000 tokens; with a capacity of 256 a nucleus of 60 fits, and one of 400 does not.
+    """
+    make_small(monkeypatch)
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 256)
+    normal = torch.randn(1000, generator=torch.Generator().manual_seed(5)).to(device)
+    u = torch.tensor([0.1, 0.9], device=device)
+    for logits, top_p in ((normal * 3, 0.9), (normal * 3, 0.99), (normal * 0.1, 0.4)):
+        for ordered in (logits, logits.sort().values):
+            drawn, expected = sample_both(ordered, u, top_p=top_p)
+            assert torch.equal(drawn, expected), (top_p, drawn, expected)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 129, 1025, 5000])

@@ -122,7 +122,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor,  # [num_rows, vocab_size] fp32, masks, bias and penalties applied
+    logits: Tensor,  # [num_rows, vocab_size], masks, bias and penalties applied
     temperature: Tensor,  # [num_rows] fp32; below 1e-5 = greedy
     top_k: Tensor,  # [num_rows] int64; 0 = off
     top_p: Tensor,  # [num_rows] fp32; 1 = off
@@ -133,48 +133,54 @@ def sample(
 
     `min_p` keeps tokens of at least min_p times the best one's probability, `top_k` the k best,
     `top_p` the fewest best ones whose mass reaches p (of what top_k left). Ties at a threshold are
-    kept: the kept set never depends on the order of equal logits.
+    kept: the kept set never depends on the order of equal logits. A temperature turns logits into
+    masses; thresholds are logits as they came, so it changes no order and makes no ties.
     """
     greedy = temperature < 1e-5
     best_token = logits.argmax(-1)
     if greedy.all():
         return best_token
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
-    best = scaled.amax(-1, keepdim=True)
+    logits = logits.float()
+    divisor = torch.where(greedy, 1.0, temperature)[:, None]
+    best = logits.amax(-1, keepdim=True)
+    mass = logits.sub(best).div_(divisor).exp_()  # in units of the best token's
     if (min_p > 0).any():
-        floor = best + min_p.log()[:, None]  # -inf for a min_p of 0: no limit
-        scaled.masked_fill_(scaled < floor, float("-inf"))
+        floor = best + min_p.log()[:, None] * divisor  # -inf for a min_p of 0: no limit
+        mass.masked_fill_(logits < floor, 0.0)
     limited = ~greedy & ((top_k > 0) | (top_p < 1))
     if limited.any():
-        part = scaled[limited]
-        threshold = _threshold(part, best[limited], top_k[limited], top_p[limited])
-        scaled[limited] = part.masked_fill_(part < threshold, float("-inf"))
-    cdf = scaled.sub_(best).exp_().double().cumsum(-1)
+        part, part_mass = logits[limited], mass[limited]
+        threshold = _threshold(part, part_mass, top_k[limited], top_p[limited])
+        mass[limited] = part_mass.masked_fill_(part < threshold, 0.0)
+    cdf = mass.double().cumsum(-1)
     drawn = torch.searchsorted(cdf, u.double()[:, None] * cdf[:, -1:], right=True).squeeze(-1)
     drawn.clamp_(max=logits.shape[-1] - 1)  # a row without a finite logit still gives an id
     return torch.where(greedy, best_token, drawn)
 
 
-def _threshold(scaled: Tensor, best: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _threshold(logits: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The smallest logit that top_k and then top_p keep: [num_rows, 1].
+
+    mass: [num_rows, vocab_size] fp32, 0 for tokens that min_p has ruled out.
 
     Sorting a whole vocabulary is the dearest step of sampling, and seldom needed: the threshold
     lies among the first thousand. Where it does not, all is sorted, with the same numbers.
     """
-    vocab_size = scaled.shape[-1]
+    vocab_size = logits.shape[-1]
     k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)[:, None]
     largest_k = int(torch.where(k < vocab_size, k, 0).max())
     for size in (min(vocab_size, max(NUM_CANDIDATES, 2 * largest_k)), vocab_size):
-        ordered = scaled.topk(size).values  # descending
+        ordered, index = logits.topk(size)  # descending
         kth = ordered.gather(-1, (k - 1).clamp(max=size - 1))
         kth = torch.where(k <= size, kth, float("-inf"))
-        mass = (ordered - best).exp().masked_fill(ordered < kth, 0.0).double().cumsum(-1)
-        total = (scaled - best).exp().masked_fill(scaled < kth, 0.0).double().sum(-1, keepdim=True)
+        reached = mass.gather(-1, index).masked_fill(ordered < kth, 0.0).double().cumsum(-1)
+        total = mass.masked_fill(logits < kth, 0.0).double().sum(-1, keepdim=True)
         aim = top_p[:, None].double() * total
         last = ordered[:, -1:]
-        found = (last < kth) | (last == float("-inf")) | ((k == vocab_size) & (mass[:, -1:] >= aim))
+        enough = (k == vocab_size) & (reached[:, -1:] >= aim)
+        found = (last < kth) | (last == float("-inf")) | enough
         if size == vocab_size or found.all():
             break
-    crossing = (mass < aim).sum(-1, keepdim=True).clamp(max=size - 1)
+    crossing = (reached < aim).sum(-1, keepdim=True).clamp(max=size - 1)
     pth = torch.where(top_p[:, None] < 1, ordered.gather(-1, crossing), float("-inf"))
     return torch.maximum(kth, pth)

@@ -13,23 +13,34 @@ One uniform number a row is enough, so a seed belongs to a request and not to a 
 top_k, top_p and min_p need the large logits only. The chunk maxima bound the threshold from below;
 the logits above that bound are collected, and the exact threshold is found among them by bisection
 on integer sort keys, which ends at the exact value, with ties together. When they are too many
-(a flat distribution under top_p), `_whole_row_kernel` bisects over the row itself.
+(a flat distribution under top_p), `_whole_row_kernel` searches the row itself, 8 thresholds a read.
+
+Thresholds are logits, never divided by the temperature: it turns logits into masses and changes no
+order. So half-precision logits need half the steps: their keys differ by whole multiples.
 
 Same names, arguments and results as in `reference.py`, up to rounding: a draw or a top_p boundary
 within about 1e-6 of the probability mass may fall on the neighbour.
 Mirrors vllm/v1/sample/ops/topk_topp_sampler.py. Chapter 11 reads this file.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2E = tl.constexpr(1.4426950408889634)  # the kernels use base 2: exp(x) = exp2(x * LOG2E)
 CHUNK = 128  # logits under one maximum
 CHUNKS_PER_PROGRAM = 32  # of the first pass
-MAX_CANDIDATES = 2048  # what the fast path of a filtered row holds in registers
+MAX_CANDIDATES = 4096  # what the fast path of a filtered row holds in registers
+FEW_CANDIDATES = 512  # nearly always enough: top_k 50 leaves about 60
+GATHER = 4096  # logits looked at in one step of collecting candidates
 ROW_TILE = 4096  # logits in a step over a whole row
+WAYS = tl.constexpr(8)  # thresholds that one read of a whole row tries
 LOWEST_KEY = tl.constexpr(-2139095040)  # the sort key after -inf: such a token is never kept
+# Sort keys of neighbouring values of a dtype differ by at least this much.
+GRAIN = {torch.float32: 1, torch.float16: 1 << 13, torch.bfloat16: 1 << 16}
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -46,7 +57,7 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor,  # [num_rows, vocab_size] fp32, masks, bias and penalties applied
+    logits: Tensor,  # [num_rows, vocab_size], masks, bias and penalties applied
     temperature: Tensor,  # [num_rows] fp32; below 1e-5 = greedy
     top_k: Tensor,  # [num_rows] int64; 0 = off
     top_p: Tensor,  # [num_rows] fp32; 1 = off
@@ -79,6 +90,7 @@ def sample(
     chunk_ids = torch.empty_like(chunk_top, dtype=torch.int32)
     candidates = logits.new_empty(num_rows, MAX_CANDIDATES, dtype=torch.float32)
     token_ids = torch.empty_like(candidates, dtype=torch.int32)
+    block = max(16, triton.next_power_of_2(num_chunks))
     _draw_kernel[(num_rows,)](
         logits,
         temperature,
@@ -95,9 +107,14 @@ def sample(
         stride,
         VOCAB=vocab_size,
         CHUNK=CHUNK,
-        BLOCK=max(16, triton.next_power_of_2(num_chunks)),
+        BLOCK=block,
         CAPACITY=MAX_CANDIDATES,
+        FEW=min(FEW_CANDIDATES, MAX_CANDIDATES),
+        FITTING=fitting_chunks(num_chunks, MAX_CANDIDATES),
+        GATHER=max(1, min(GATHER // CHUNK, block)),
+        GRAIN=GRAIN[logits.dtype],
         num_warps=8,
+        maxnreg=128,  # two programs a processor; only the rare large case would want more
     )
     if vocab_size > MAX_CANDIDATES:
         _whole_row_kernel[(num_rows,)](
@@ -112,11 +129,22 @@ def sample(
             stride,
             VOCAB=vocab_size,
             CHUNK=CHUNK,
-            BLOCK=max(16, triton.next_power_of_2(num_chunks)),
+            BLOCK=block,
             TILE=min(ROW_TILE, triton.next_power_of_2(vocab_size)),
-            num_warps=8,
+            GRAIN=GRAIN[logits.dtype],
+            num_warps=16,
         )
     return out
+
+
+def fitting_chunks(num_chunks: int, capacity: int) -> int:
+    """How many chunks' maxima may exceed a bound if about 3/4 of `capacity` logits shall do so.
+
+    With m logits a chunk above the bound on average, and these scattered at random, a share
+    exp(-m) of the chunks has none (Poisson). m > 3 could not be told from the few chunks left.
+    """
+    per_chunk = min(0.75 * capacity / num_chunks, 3.0)
+    return max(1, int(num_chunks * (1 - math.exp(-per_chunk))))
 
 
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────────
@@ -141,16 +169,15 @@ def _uniform_kernel(seeds, positions, out, num_rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _divisor(temperature, row):
+def _log2_scale(temperature, row):
+    """The c of mass = exp2((logit - best) * c); a greedy row has no masses, only finite numbers."""
     t = tl.load(temperature + row)
-    return tl.where(t < 1e-5, 1.0, t)
+    return LOG2E / tl.where(t < 1e-5, 1.0, t)
 
 
 @triton.jit
-def _load_scaled(row_logits, i, valid, divisor):
-    """Logits over temperature, rounded as in the twin: equal quotients are ties there and here."""
-    x = tl.load(row_logits + i, mask=valid, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(x, divisor + tl.zeros_like(x))
+def _load(row_logits, i, valid):
+    return tl.load(row_logits + i, mask=valid, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -161,11 +188,11 @@ def _sort_key(x):
 
 
 @triton.jit
-def _highest_threshold(keys, weights, need, low, high):
+def _highest_threshold(keys, weights, need, low, high, GRAIN: tl.constexpr):
     """The largest t in [low, high) with sum(weights[keys >= t]) >= need; low, if there is none."""
-    while high - low > 1:
+    while high - low > GRAIN:
         middle = (low + high) >> 1  # int64: no overflow
-        if tl.sum(tl.where(keys >= middle, weights, 0.0), 0) >= need:
+        if tl.sum(tl.where(keys >= middle.to(tl.int32), weights, 0), 0) >= need:
             low = middle
         else:
             high = middle
@@ -182,8 +209,8 @@ def _first_above(cdf, p, target, i):
 def _chunk_kernel(
     logits,  # [num_rows, stride]
     temperature,  # [num_rows]
-    chunk_top,  # [num_rows, num_chunks] fp32: largest logit / temperature of the chunk
-    chunk_mass,  # [num_rows, num_chunks] fp32: sum of exp(logit / temperature - chunk_top)
+    chunk_top,  # [num_rows, num_chunks] fp32: largest logit of the chunk
+    chunk_mass,  # [num_rows, num_chunks] fp32: sum of exp((logit - chunk_top) / temperature)
     stride,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -192,34 +219,37 @@ def _chunk_kernel(
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     i = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]  # [CHUNKS, CHUNK]
-    scaled = _load_scaled(logits + row * stride, i, i < VOCAB, _divisor(temperature, row))
-    top = tl.max(scaled, 1)
-    mass = tl.sum(tl.exp(scaled - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
+    scale = _log2_scale(temperature, row)
+    x = _load(logits + row * stride, i, i < VOCAB)
+    top = tl.max(x, 1)
+    finite_top = tl.where(top == float("-inf"), 0.0, top)
+    mass = tl.sum(tl.exp2((x - finite_top[:, None]) * scale), 1)
     num_chunks: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
     tl.store(chunk_top + row * num_chunks + chunk, top, mask=chunk < num_chunks)
     tl.store(chunk_mass + row * num_chunks + chunk, mass, mask=chunk < num_chunks)
 
 
 @triton.jit
-def _min_p_key(best, min_p):
+def _min_p_key(best, min_p, scale):
     """The lowest key that min_p allows."""
-    floor = _sort_key(best + tl.log(tl.where(min_p > 0, min_p, 1.0))).to(tl.int64)
-    return tl.where(min_p > 0, tl.maximum(floor, LOWEST_KEY), LOWEST_KEY)
+    floor = best + tl.log2(tl.where(min_p > 0, min_p, 1.0)) / scale
+    key = _sort_key(floor).to(tl.int64)
+    return tl.where(min_p > 0, tl.maximum(key, LOWEST_KEY), LOWEST_KEY)
 
 
 @triton.jit
-def _mass_bound(keys, tops, masses, best, need, high, CHUNK: tl.constexpr):
-    """A key above which the mass is at least `need`, from the chunks alone.
+def _mass_bound(keys, tops, masses, best, scale, need, low, high, CHUNK: tl.constexpr):
+    """A key above which the mass is at least `need`, from the chunks alone; low, if there is none.
 
-    Of a chunk with maximum >= t at most CHUNK - 1 logits are below t, each lighter than exp(t).
+    Of a chunk with maximum >= t at most CHUNK - 1 logits are below t, each lighter than t's mass.
     """
-    low = tl.full([], LOWEST_KEY, tl.int64)
-    while high - low > 1:
+    while high - low > 65536:  # a bound need not be sharp
         middle = (low + high) >> 1
-        bits = tl.where(middle < 0, middle ^ 0x7FFFFFFF, middle).to(tl.int32)
-        below = tl.exp(bits.to(tl.float32, bitcast=True) - best) * (CHUNK - 1)
-        surely = tl.maximum(tl.exp(tops - best), masses - below)
-        if tl.sum(tl.where(keys >= middle, surely, 0.0).to(tl.float64), 0) >= need:
+        key = middle.to(tl.int32)
+        bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
+        below = tl.exp2((bits.to(tl.float32, bitcast=True) - best) * scale) * (CHUNK - 1)
+        surely = tl.maximum(tl.exp2((tops - best) * scale), masses - below)
+        if tl.sum(tl.where(keys >= key, surely, 0.0).to(tl.float64), 0) >= need:
             low = middle
         else:
             high = middle
@@ -232,13 +262,13 @@ def _draw_greedy(row_logits, tops, best, VOCAB: tl.constexpr, CHUNK: tl.constexp
     chunk = tl.arange(0, tops.shape[0])
     first = tl.min(tl.where(tops == best, chunk, (VOCAB - 1) // CHUNK), 0)
     i = first * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(row_logits + i, mask=i < VOCAB, other=float("-inf")).to(tl.float32)
+    x = _load(row_logits, i, i < VOCAB)
     return tl.min(tl.where((x == best) & (i < VOCAB), i, VOCAB - 1), 0)
 
 
 @triton.jit
 def _draw_any(
-    row_logits, divisor, tops, masses, best, draw, VOCAB: tl.constexpr, CHUNK: tl.constexpr
+    row_logits, scale, tops, masses, best, draw, VOCAB: tl.constexpr, CHUNK: tl.constexpr
 ):
     """No filter: the chunk by its mass, then the token inside it."""
     chunk = tl.arange(0, tops.shape[0])
@@ -248,7 +278,7 @@ def _draw_any(
     chosen = tl.minimum(_first_above(cdf, masses, target, chunk), (VOCAB - 1) // CHUNK)
     before = tl.sum(tl.where(chunk == chosen, cdf - masses64, 0.0), 0)
     i = chosen * CHUNK + tl.arange(0, CHUNK)
-    mass = tl.exp(_load_scaled(row_logits, i, i < VOCAB, divisor) - best)
+    mass = tl.exp2((_load(row_logits, i, i < VOCAB) - best) * scale)
     token = _first_above(before + tl.cumsum(mass.to(tl.float64), 0), mass, target, i)
     # The chunk's mass was rounded to fp32: the target may lie a hair behind its last token.
     return tl.minimum(token, tl.max(tl.where(mass > 0, i, 0), 0))
@@ -257,7 +287,7 @@ def _draw_any(
 @triton.jit
 def _draw_filtered(
     row_logits,
-    divisor,
+    scale,
     tops,
     masses,
     best,
@@ -271,8 +301,12 @@ def _draw_filtered(
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     CAPACITY: tl.constexpr,
+    FEW: tl.constexpr,
+    FITTING: tl.constexpr,
+    GATHER: tl.constexpr,
+    GRAIN: tl.constexpr,
 ):
-    """A token of the kept set; -1 if the candidates do not fit."""
+    """A token of the kept set; -1 if the candidates do not fit, or are not all that is kept."""
     num_chunks: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
     chunk = tl.arange(0, tops.shape[0])
     has_k = (k > 0) & (k < VOCAB)
@@ -282,15 +316,22 @@ def _draw_filtered(
     # 1. A bound: every token that the filters keep, or that their totals count, reaches it.
     top_keys = _sort_key(tops)
     high = _sort_key(best).to(tl.int64) + 1
-    bound = _min_p_key(best, min_p)
-    total = tl.sum(masses.to(tl.float64), 0)
+    bound = _min_p_key(best, min_p, scale)
+    need = p.to(tl.float64) * tl.sum(masses.to(tl.float64), 0)
     if VOCAB > CAPACITY:
-        if has_k:  # k chunks with a maximum as large are k tokens; fewer chunks give no bound
-            ones = tl.where(chunk < num_chunks, 1.0, 0.0)
-            bound = _highest_threshold(top_keys, ones, k.to(tl.float32), bound, high)
-        if only_p:
-            need = (p.to(tl.float64) + 1e-6) * total
-            bound = _mass_bound(top_keys, tops, masses, best, need, high, CHUNK)
+        ones = tl.where(chunk < num_chunks, 1, 0)
+        lowest_top = tl.min(tl.where(chunk < num_chunks, top_keys, 2147483647), 0).to(tl.int64)
+        if has_k & (k <= num_chunks):  # k chunks with a maximum as large are k tokens
+            low = tl.maximum(bound, lowest_top)
+            bound = _highest_threshold(top_keys, ones, k, low, high, GRAIN)
+        if only_p:  # the sharper of two bounds; the second one is a guess, and looked at below
+            low = tl.maximum(bound, LOWEST_KEY)
+            by_mass = _mass_bound(
+                top_keys, tops, masses, best, scale, need * (1 + 1e-6), low, high, CHUNK
+            )
+            low = tl.maximum(bound, lowest_top)
+            by_count = _highest_threshold(top_keys, ones, FITTING, low, high, GRAIN)
+            bound = tl.maximum(by_mass, by_count)
 
     # 2. The candidates, in the order of their ids.
     holds = (top_keys >= bound) & (chunk < num_chunks)
@@ -301,37 +342,72 @@ def _draw_filtered(
     count = 0
     step = 0
     while (step < num_holding) & (count <= CAPACITY):
-        n = step + tl.arange(0, 16)
+        n = step + tl.arange(0, GATHER)
         ids = tl.load(chunk_ids + n, mask=n < num_holding, other=0)
-        i = ids[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]  # [16, CHUNK]
+        i = ids[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]  # [GATHER, CHUNK]
         valid = (i < VOCAB) & (n < num_holding)[:, None]
-        i = tl.reshape(i, [16 * CHUNK])
-        scaled = _load_scaled(row_logits, i, tl.reshape(valid, [16 * CHUNK]), divisor)
-        taken = _sort_key(scaled) >= bound
+        x = tl.reshape(_load(row_logits, i, valid), [GATHER * CHUNK])
+        i = tl.reshape(i, [GATHER * CHUNK])
+        taken = _sort_key(x) >= bound
         slot = count + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(candidates + slot, scaled, mask=taken & (slot < CAPACITY))
+        tl.store(candidates + slot, x, mask=taken & (slot < CAPACITY))
         tl.store(token_ids + slot, i, mask=taken & (slot < CAPACITY))
         count += tl.sum(taken.to(tl.int32), 0)
-        step += 16
+        step += GATHER
     tl.debug_barrier()
 
     # 3. The exact thresholds among them, and the draw.
-    slot = tl.arange(0, CAPACITY)
+    token = -1
+    if count <= FEW:
+        token = _draw_candidate(
+            candidates, token_ids, count, scale, best, draw, k, p, has_k, only_p, need, bound, high,
+            FEW, GRAIN,
+        )  # fmt: skip
+    elif count <= CAPACITY:
+        token = _draw_candidate(
+            candidates, token_ids, count, scale, best, draw, k, p, has_k, only_p, need, bound, high,
+            CAPACITY, GRAIN,
+        )  # fmt: skip
+    return token
+
+
+@triton.jit
+def _draw_candidate(
+    candidates,
+    token_ids,
+    count,
+    scale,
+    best,
+    draw,
+    k,
+    p,
+    has_k,
+    only_p,
+    need,  # the mass that top_p wants, if only_p
+    bound,  # candidates reach it
+    high,
+    SIZE: tl.constexpr,  # count, padded
+    GRAIN: tl.constexpr,
+):
+    """A token among those kept of the candidates; -1 if their mass is less than top_p wants."""
+    slot = tl.arange(0, SIZE)
     held = slot < count
-    scaled = tl.load(candidates + slot, mask=held, other=float("-inf"))
-    keys = _sort_key(scaled)
+    x = tl.load(candidates + slot, mask=held, other=float("-inf"))
+    keys = _sort_key(x)
     threshold = bound
     if has_k:
-        ones = tl.where(held, 1.0, 0.0)
-        threshold = _highest_threshold(keys, ones, k.to(tl.float32), bound, high)
-    mass = tl.where(keys >= threshold, tl.exp(scaled - best), 0.0).to(tl.float64)
+        ones = tl.where(held, 1, 0)
+        threshold = _highest_threshold(keys, ones, k, bound, high, GRAIN)
+    mass = tl.where(held & (keys >= threshold), tl.exp2((x - best) * scale), 0.0).to(tl.float64)
+    total = tl.sum(mass, 0)
+    enough = (total >= need) | (only_p == 0)
     if p < 1:
-        need = p.to(tl.float64) * tl.where(only_p, total, tl.sum(mass, 0))
-        threshold = _highest_threshold(keys, mass, need, threshold, high)
+        need = tl.where(only_p, need, p.to(tl.float64) * total)
+        threshold = _highest_threshold(keys, mass, need, threshold, high, GRAIN)
         mass = tl.where(keys >= threshold, mass, 0.0)
     chosen = _first_above(tl.cumsum(mass, 0), mass, draw * tl.sum(mass, 0), slot)
     ids = tl.load(token_ids + slot, mask=held, other=0)
-    return tl.where(count <= CAPACITY, tl.sum(tl.where(slot == chosen, ids, 0), 0), -1)
+    return tl.where(enough, tl.sum(tl.where(slot == chosen, ids, 0), 0), -1)
 
 
 @triton.jit
@@ -345,33 +421,37 @@ def _draw_kernel(
     chunk_top,  # [num_rows, num_chunks]
     chunk_mass,
     chunk_ids,  # scratch [num_rows, num_chunks]: chunks that hold a candidate
-    candidates,  # scratch [num_rows, CAPACITY]: logit / temperature, in the order of token ids
+    candidates,  # scratch [num_rows, CAPACITY]: logits, in the order of token ids
     token_ids,  # scratch [num_rows, CAPACITY]
-    out,  # [num_rows] int64; -1: the candidates did not fit
+    out,  # [num_rows] int64; -1: left to _whole_row_kernel
     stride,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,  # the number of chunks, padded
     CAPACITY: tl.constexpr,
+    FEW: tl.constexpr,
+    FITTING: tl.constexpr,  # chunks that may hold candidates of top_p
+    GATHER: tl.constexpr,
+    GRAIN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     num_chunks: tl.constexpr = (VOCAB + CHUNK - 1) // CHUNK
-    divisor = _divisor(temperature, row)
+    scale = _log2_scale(temperature, row)
     k, p, floor = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     draw = tl.load(u + row).to(tl.float64)
     row_logits = logits + row * stride
     chunk = tl.arange(0, BLOCK)
     of_row = row * num_chunks + chunk
     tops = tl.load(chunk_top + of_row, mask=chunk < num_chunks, other=float("-inf"))
-    best = tl.max(tops, 0)
     masses = tl.load(chunk_mass + of_row, mask=chunk < num_chunks, other=0.0)
-    masses *= tl.exp(tops - best)  # all in units of exp(best)
+    best = tl.max(tops, 0)
+    masses *= tl.exp2((tops - best) * scale)  # all in units of the best token's
     if tl.load(temperature + row) < 1e-5:
         token = _draw_greedy(row_logits, tops, best, VOCAB, CHUNK)
     elif ((k > 0) & (k < VOCAB)) | (p < 1) | (floor > 0):
         token = _draw_filtered(
             row_logits,
-            divisor,
+            scale,
             tops,
             masses,
             best,
@@ -385,39 +465,43 @@ def _draw_kernel(
             VOCAB,
             CHUNK,
             CAPACITY,
+            FEW,
+            FITTING,
+            GATHER,
+            GRAIN,
         )
     else:
-        token = _draw_any(row_logits, divisor, tops, masses, best, draw, VOCAB, CHUNK)
+        token = _draw_any(row_logits, scale, tops, masses, best, draw, VOCAB, CHUNK)
     tl.store(out + row, token.to(tl.int64))
 
 
 @triton.jit
-def _row_weight(
+def _row_weights(
     row_logits,
-    divisor,
+    scale,
     best,
-    threshold,
+    thresholds,  # [WAYS] int32
     COUNT: tl.constexpr,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Mass, or number, of the tokens whose key reaches the threshold."""
-    total = tl.full([], 0.0, tl.float64)
+    """Mass, or number, of the tokens whose key reaches each threshold: [WAYS] fp64."""
+    total = tl.zeros([WAYS], tl.float64)
     for start in range(0, VOCAB, TILE):
         i = start + tl.arange(0, TILE)
-        scaled = _load_scaled(row_logits, i, i < VOCAB, divisor)
-        weight = tl.exp(scaled - best)
+        x = _load(row_logits, i, i < VOCAB)
+        weight = tl.exp2((x - best) * scale)
         if COUNT:
             weight = tl.where(i < VOCAB, 1.0, 0.0)
-        kept = tl.where(_sort_key(scaled) >= threshold, weight, 0.0)
-        total += tl.sum(kept.to(tl.float64), 0)
+        reached = _sort_key(x)[None, :] >= thresholds[:, None]  # [WAYS, TILE]
+        total += tl.sum(tl.where(reached, weight[None, :], 0.0), 1).to(tl.float64)
     return total
 
 
 @triton.jit
 def _highest_threshold_in_row(
     row_logits,
-    divisor,
+    scale,
     best,
     need,
     low,
@@ -425,14 +509,24 @@ def _highest_threshold_in_row(
     COUNT: tl.constexpr,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
+    GRAIN: tl.constexpr,
 ):
-    """`_highest_threshold` over a row too long for registers: 32 reads of it, from the L2 cache."""
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if _row_weight(row_logits, divisor, best, middle, COUNT, VOCAB, TILE) >= need:
-            low = middle
-        else:
-            high = middle
+    """`_highest_threshold` over a row too long for registers, 3 bits a read of it.
+
+    ```
+     low                            high      WAYS thresholds, evenly spaced from low on
+      t0  t1  t2  t3  t4  t5  t6  t7 |        weights fall from left to right
+      y   y   y   y   n   n   n   n           the last that is enough: low; the next one: high
+    ```
+    """
+    way = tl.arange(0, WAYS)
+    while high - low > GRAIN:
+        gap = (high - low + WAYS - 1) // WAYS
+        thresholds = (low + gap * way).to(tl.int32)
+        weights = _row_weights(row_logits, scale, best, thresholds, COUNT, VOCAB, TILE)
+        last = tl.max(tl.where(weights >= need, way, 0), 0)
+        low += gap * last
+        high = tl.minimum(low + gap, high)
     return low
 
 
@@ -451,11 +545,12 @@ def _whole_row_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    GRAIN: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(out + row) >= 0:
         return
-    divisor = _divisor(temperature, row)
+    scale = _log2_scale(temperature, row)
     k, p, floor = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
     row_logits = logits + row * stride
     chunk = tl.arange(0, BLOCK)
@@ -463,26 +558,52 @@ def _whole_row_kernel(
     of_row = row * num_chunks + chunk
     best = tl.max(tl.load(chunk_top + of_row, mask=chunk < num_chunks, other=float("-inf")), 0)
     high = _sort_key(best).to(tl.int64) + 1
-    threshold = _min_p_key(best, floor)
+    threshold = _min_p_key(best, floor, scale)
     if (k > 0) & (k < VOCAB):
         need = k.to(tl.float64)
         threshold = _highest_threshold_in_row(
-            row_logits, divisor, best, need, threshold, high, True, VOCAB, TILE
+            row_logits, scale, best, need, threshold, high, True, VOCAB, TILE, GRAIN
         )
-    total = _row_weight(row_logits, divisor, best, threshold, False, VOCAB, TILE)
+    total = _kept_total(row_logits, scale, best, threshold, VOCAB, TILE)
     if p < 1:
         need = p.to(tl.float64) * total
         threshold = _highest_threshold_in_row(
-            row_logits, divisor, best, need, threshold, high, False, VOCAB, TILE
+            row_logits, scale, best, need, threshold, high, False, VOCAB, TILE, GRAIN
         )
-        total = _row_weight(row_logits, divisor, best, threshold, False, VOCAB, TILE)
+        total = _kept_total(row_logits, scale, best, threshold, VOCAB, TILE)
     target = tl.load(u + row).to(tl.float64) * total
-    token = tl.full([], 2147483647, tl.int32)
+
+    # The tile in which the CDF passes the target, then the token inside it.
     before = tl.full([], 0.0, tl.float64)
+    after = before
+    start = 0
+    while (start < VOCAB) & (after <= target):
+        before = after
+        mass = _kept_mass(row_logits, scale, best, threshold, start, VOCAB, TILE)
+        after += tl.sum(mass, 0).to(tl.float64)
+        start += TILE
+    start = tl.maximum(start - TILE, 0)  # NaN takes no step at all
+    mass = _kept_mass(row_logits, scale, best, threshold, start, VOCAB, TILE)
+    i = start + tl.arange(0, TILE)
+    token = _first_above(before + tl.cumsum(mass.to(tl.float64), 0), mass, target, i)
+    # The tile's sum was rounded to fp32: the target may lie a hair behind its last token.
+    token = tl.minimum(token, tl.max(tl.where(mass > 0, i, 0), 0))
+    tl.store(out + row, token.to(tl.int64))
+
+
+@triton.jit
+def _kept_mass(row_logits, scale, best, threshold, start, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Masses of the tokens [start, start + TILE); 0 below the threshold."""
+    i = start + tl.arange(0, TILE)
+    x = _load(row_logits, i, i < VOCAB)
+    return tl.where(_sort_key(x) >= threshold, tl.exp2((x - best) * scale), 0.0)
+
+
+@triton.jit
+def _kept_total(row_logits, scale, best, threshold, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """The sum of `_kept_mass`, tile by tile, as the draw adds it up."""
+    total = tl.full([], 0.0, tl.float64)
     for start in range(0, VOCAB, TILE):
-        i = start + tl.arange(0, TILE)
-        scaled = _load_scaled(row_logits, i, i < VOCAB, divisor)
-        mass = tl.where(_sort_key(scaled) >= threshold, tl.exp(scaled - best), 0.0).to(tl.float64)
-        token = tl.minimum(token, _first_above(before + tl.cumsum(mass, 0), mass, target, i))
-        before += tl.sum(mass, 0)
-    tl.store(out + row, tl.minimum(token, VOCAB - 1).to(tl.int64))
+        mass = _kept_mass(row_logits, scale, best, threshold, start, VOCAB, TILE)
+        total += tl.sum(mass, 0).to(tl.float64)
+    return total
