@@ -212,7 +212,7 @@ def test_the_two_kernels_write_their_own_tokens_only(device):
         buffer = torch.full((guard + tokens + guard, 4, 32), -7.0, device=device)
         out = buffer[guard : guard + tokens]
         if kernel == "decode":
-            attention.paged_decode(*args, out, split_len=16)
+            attention.paged_decode(*args, out, num_splits=3)
         else:
             attention.paged_prefill(*args, out)
         assert_close(out[first:last], expected[first:last])
@@ -221,9 +221,9 @@ def test_the_two_kernels_write_their_own_tokens_only(device):
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("split_len", [10, 16, 64, 128])
-def test_decode_does_not_depend_on_the_number_of_splits(split_len, window, device):
-    """Rows much shorter than the longest leave parts without a single key."""
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 12])
+def test_decode_does_not_depend_on_the_number_of_splits(num_splits, window, device):
+    """Rows much shorter than the longest have fewer parts; the others hold not a single key."""
     batch, num_blocks = ragged_batch(
         random.Random(9), decode=3, chunks=0, block_size=8, max_len=10, device=device
     )
@@ -237,7 +237,7 @@ def test_decode_does_not_depend_on_the_number_of_splits(split_len, window, devic
     cache = poisoned_cache(draw, batch, num_blocks + 13, 2, 8, 32)
     q = draw(3, 6, 32)
     out = torch.full_like(q, NAN)
-    attention.paged_decode(q, cache, cache, batch, 0.2, window, out, split_len=split_len)
+    attention.paged_decode(q, cache, cache, batch, 0.2, window, out, num_splits=num_splits)
     expected = reference.attention(q, clean(cache), clean(cache), batch, 0.2, window)
     assert_close(out.flatten(1), expected)
 
@@ -253,9 +253,9 @@ def test_a_padded_row_of_length_zero_gives_zero(device):
     batch = replace(batch, seq_lens=seq_lens, max_seq_len=30)
     q = draw(2, 2, 16)
     expected = reference.attention(q, clean(cache), clean(cache), batch, 0.25).view_as(q)
-    for split_len in (8, 64):
+    for num_splits in (1, 4):
         out = torch.full_like(q, NAN)
-        attention.paged_decode(q, cache, cache, batch, 0.25, None, out, split_len=split_len)
+        attention.paged_decode(q, cache, cache, batch, 0.25, None, out, num_splits=num_splits)
         assert_close(out, expected)
         assert (out[1] == 0).all()
 
@@ -280,14 +280,16 @@ def test_merging_parts_equals_one_softmax(device):
         assert_close(out, expected)
 
 
-def test_split_lengths_fill_the_card_and_no_more():
-    for programs in (1, 8, 100, 527, 528, 4096):
-        for context in (1, 128, 129, 1000, 32768, 131072):
-            split_len = attention.choose_split_len(programs, context, num_sms=132)
-            num_splits = -(-context // split_len)
-            assert split_len % attention.MIN_SPLIT == 0
+def test_splits_fill_the_card_and_no_more():
+    choose = attention.choose_num_splits
+    for programs in (1, 8, 100, 528, 4096):
+        for context in (1, 63, 128, 1000, 32768, 131072):
+            num_splits = choose(programs, context, num_sms=132)
             assert 1 <= num_splits <= attention.MAX_SPLITS
-            assert num_splits == 1 or programs * (num_splits - 1) < 4 * 132
+            assert num_splits == 1 or context // num_splits >= attention.MIN_PART
+            assert num_splits == 1 or programs < 4 * 132
+    assert choose(8, 1024, num_sms=132) == 16  # one row: a program for nearly every processor
+    assert choose(256 * 8, 1024, num_sms=132) == 1  # 256 rows fill the card as they are
 
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────────

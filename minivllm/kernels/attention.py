@@ -22,9 +22,13 @@ from minivllm.kernels.batch import Batch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # its bf16 products are wrong: use fp32 there
 LOG2E = 1.4426950408889634  # the kernels use base 2: exp(x) = exp2(x * LOG2E)
-MIN_SPLIT = 128  # tokens; a shorter part costs more in the merge than it wins
 SHORT_CONTEXT = 512  # tokens; up to here a decode program is one warp with small tiles
 MAX_SPLITS = 64  # parts of a row; the merge holds them all in one tile
+MIN_PART = 64  # tokens; a shorter part is all start and no work
+PART_STEP = tl.constexpr(16)  # parts are multiples of this many tokens
+# What a decode program takes to start, and what a merge takes, in tokens read meanwhile.
+START_TOKENS = 128
+MERGE_TOKENS = 256
 
 
 def attention(
@@ -44,24 +48,28 @@ def attention(
     q = q.contiguous()
     out = torch.empty_like(q)
     if batch.num_decode_rows > 0:
-        context = min(batch.max_seq_len, sliding_window or batch.max_seq_len)
-        programs = batch.num_decode_rows * k_cache.shape[1]
-        split_len = choose_split_len(programs, context, num_sms=_limits(q.device)[0])
-        paged_decode(q, k_cache, v_cache, batch, scale, sliding_window, out, split_len=split_len)
+        paged_decode(q, k_cache, v_cache, batch, scale, sliding_window, out)
     if batch.num_decode_rows < batch.num_rows:
         paged_prefill(q, k_cache, v_cache, batch, scale, sliding_window, out)
     return out.flatten(1)
 
 
-def choose_split_len(num_programs: int, context: int, *, num_sms: int) -> int:
-    """Tokens of a row's context that one decode program takes; the whole context if it can.
+def choose_num_splits(num_programs: int, context: int, *, num_sms: int) -> int:
+    """Into how many parts each row's context is cut, each part a program of its own.
 
-    Splitting fills an idle card and costs a merge, so it stops at four programs per processor.
+    Few programs leave processors idle; many mean more starts, and a merge. The least time wins.
     """
-    num_splits = min(triton.cdiv(4 * num_sms, num_programs), MAX_SPLITS)
-    if num_programs >= 4 * num_sms or context <= MIN_SPLIT:
-        num_splits = 1
-    return triton.cdiv(triton.cdiv(context, num_splits), MIN_SPLIT) * MIN_SPLIT
+    if num_programs >= 4 * num_sms:
+        return 1
+
+    def tokens(num_splits: int) -> int:
+        # One program alone does not use all the bandwidth of its processor.
+        turns = max(2, triton.cdiv(num_programs * num_splits, num_sms))
+        merge = MERGE_TOKENS if num_splits > 1 else 0
+        return turns * (triton.cdiv(context, num_splits) + START_TOKENS) + merge
+
+    most = max(1, min(MAX_SPLITS, context // MIN_PART))
+    return min(range(1, most + 1), key=tokens)
 
 
 @cache
@@ -74,33 +82,42 @@ def _limits(device: torch.device) -> tuple[int, int]:
     return properties.multi_processor_count, shared_bytes
 
 
-def _tile(q: Tensor, group: int, *, context: int | None = None) -> dict[str, int]:
-    """Tile sizes by kernel, dtype and head size; measured on an H200 (bf16, head_dim 128).
-
-    `context` is that of a decode, None for a prefill. Short ones want many small programs.
+def decode_tile(q: Tensor, group: int, context: int, num_splits: int) -> dict[str, int]:
+    """Tile sizes of a decode; measured on an H200 (bf16, head_dim 128).
 
     BLOCK_M: query vectors; TILE: keys in a loop step; STAGES: steps in flight, as many as fit.
     """
-    head_dim = triton.next_power_of_2(q.shape[-1])
-    _, shared_bytes = _limits(q.device)
-    roomy = shared_bytes > 128 << 10
-    block_m, most_stages = 16, 3
+    roomy = _limits(q.device)[1] > 128 << 10
     if q.dtype == torch.float32:  # no tensor core has IEEE fp32: small tiles, or registers spill
-        tile, warps = 32, 4
-    elif context is not None and context <= SHORT_CONTEXT:
-        tile, warps, most_stages = max(16, 32 * 128 // max(128, head_dim)), 1, 4
-    elif context is not None:
-        tile, warps = 128 if roomy else 64, 4
-        tile = max(16, min(tile, 128 * tile // head_dim))
+        tile, warps, stages = 32, 4, 3
+    elif num_splits > 1 and triton.cdiv(context, num_splits) <= 128:  # a step or two
+        tile, warps, stages = 64, 4, 1
+    elif num_splits == 1 and context <= SHORT_CONTEXT and group <= 16:  # many small programs
+        tile, warps, stages = 32, 1, 4
     else:
-        block_m, tile, warps = 128 if roomy else 64, 64, 4
-        if head_dim > 128:
-            tile, warps = 32, 8
+        tile, warps, stages = (128 if roomy else 64), 4, (3 if num_splits == 1 else 4)
+    return _fitting_tile(q, group, 16, tile, warps, stages)
+
+
+def prefill_tile(q: Tensor, group: int) -> dict[str, int]:
+    """Tile sizes of a prefill, as in `decode_tile`."""
+    roomy = _limits(q.device)[1] > 128 << 10
+    if q.dtype == torch.float32:
+        return _fitting_tile(q, group, 16, 32, 4, 3)
+    return _fitting_tile(q, group, 128 if roomy else 64, 64, 4 if q.shape[-1] <= 128 else 8, 3)
+
+
+def _fitting_tile(
+    q: Tensor, group: int, block_m: int, tile: int, warps: int, stages: int
+) -> dict[str, int]:
+    """Fewer keys where heads are larger than 128; fewer stages where memory ends."""
+    head_dim = triton.next_power_of_2(q.shape[-1])
+    tile = max(16, min(tile, tile * 128 // head_dim))
     block_m = max(block_m, triton.next_power_of_2(group))
-    free = shared_bytes - (8 << 10) - block_m * head_dim * q.element_size()
-    stages = free // (2 * tile * head_dim * q.element_size())
-    stages = max(1, min(most_stages, stages))
-    return {"BLOCK_M": block_m, "TILE": tile, "STAGES": stages, "num_warps": warps}
+    free = _limits(q.device)[1] - (8 << 10) - block_m * head_dim * q.element_size()
+    # The step being computed shares its memory with the one that arrives last.
+    fitting = 1 + free // (2 * tile * head_dim * q.element_size())
+    return {"BLOCK_M": block_m, "TILE": tile, "STAGES": min(stages, fitting), "num_warps": warps}
 
 
 def paged_decode(
@@ -112,12 +129,20 @@ def paged_decode(
     sliding_window: int | None,
     out: Tensor,  # [num_tokens, num_heads, head_dim]: tokens [0, num_decode_rows) are written
     *,
-    split_len: int,
+    num_splits: int | None = None,
+    tile: dict[str, int] | None = None,
 ) -> None:
-    """Attention of the rows with one new token, `split_len` tokens of context a program."""
+    """Attention of the rows with one new token.
+
+    Each row's context is cut into `num_splits` even parts, a program each (None: chosen by the
+    number of programs); `tile`: sizes to use in place of `decode_tile`'s.
+    """
     rows, (_, num_heads, head_dim), num_kv_heads = batch.num_decode_rows, q.shape, k_cache.shape[1]
     context = min(batch.max_seq_len, sliding_window or batch.max_seq_len)
-    num_splits = max(1, triton.cdiv(context, split_len))
+    if num_splits is None:
+        num_sms = _limits(q.device)[0]
+        num_splits = choose_num_splits(rows * num_kv_heads, context, num_sms=num_sms)
+    group = num_heads // num_kv_heads
     part_out = part_lse = out
     if num_splits > 1:
         part_out = q.new_empty(rows, num_heads, num_splits, head_dim, dtype=torch.float32)
@@ -133,10 +158,9 @@ def paged_decode(
         part_lse,
         scale * LOG2E,
         batch.block_tables.stride(0),
-        split_len,
         SPLIT=num_splits > 1,
         **_shapes(q, k_cache, sliding_window),
-        **_tile(q, num_heads // num_kv_heads, context=context),
+        **(tile or decode_tile(q, group, context, num_splits)),
     )
     if num_splits > 1:
         merge_splits(part_out, part_lse, out)
@@ -169,11 +193,16 @@ def paged_prefill(
     scale: float,
     sliding_window: int | None,
     out: Tensor,  # [num_tokens, num_heads, head_dim]: tokens [num_decode_rows, ...) are written
+    *,
+    tile: dict[str, int] | None = None,
 ) -> None:
-    """Attention of the rows from `num_decode_rows` on: chunks of any length over their context."""
+    """Attention of the rows from `num_decode_rows` on: chunks of any length over their context.
+
+    `tile`: sizes to use in place of `prefill_tile`'s.
+    """
     num_kv_heads, first_row = k_cache.shape[1], batch.num_decode_rows
     group = q.shape[1] // num_kv_heads
-    tile = _tile(q, group)
+    tile = tile or prefill_tile(q, group)
     # Row lengths are on the device. Each row has at most one partly filled block of queries.
     tokens = batch.num_tokens - first_row
     num_blocks = tokens // (tile["BLOCK_M"] // group) + batch.num_rows - first_row
@@ -212,7 +241,7 @@ def _shapes(q: Tensor, k_cache: Tensor, sliding_window: int | None) -> dict[str,
 
 @triton.jit
 def _load_tile(cache, offsets, valid, WHOLE: tl.constexpr):
-    """[TILE, D] of K or V. What is not valid reads as 0: 0 * NaN of an unused slot would be NaN."""
+    """[TILE, D] of K or V, 0 in the padded part of D."""
     if WHOLE:
         tile = tl.load(cache + offsets)
     else:
@@ -245,15 +274,13 @@ def _attend_tile(
 ):
     t = start + tl.arange(0, TILE)  # positions of the keys
     d = tl.arange(0, D)
-    if MASKED:
-        block = tl.load(table + t // BLOCK_SIZE, mask=t < end, other=0).to(tl.int64)
-        valid = (t < end)[:, None] & (d < HEAD_DIM)[None, :]
-    else:
-        block = tl.load(table + t // BLOCK_SIZE).to(tl.int64)
-        valid = (d < HEAD_DIM)[None, :]
-    slot = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + t % BLOCK_SIZE
+    # Past the end the last key is read again: it is finite, which an unused slot need not be.
+    place = tl.minimum(t, end - 1) if MASKED else t
+    block = tl.load(table + place // BLOCK_SIZE).to(tl.int64)
+    slot = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE
     offsets = slot[:, None] * HEAD_DIM + d[None, :]  # [TILE, D]
-    WHOLE: tl.constexpr = (D == HEAD_DIM) and (not MASKED)
+    valid = (d < HEAD_DIM)[None, :]
+    WHOLE: tl.constexpr = D == HEAD_DIM
 
     k = _load_tile(k_cache, offsets, valid, WHOLE)
     if UPCAST:
@@ -278,13 +305,13 @@ def _attend_tile(
 # Decode. One program takes the `group` query heads of one KV head of one row over one part of the
 # context; `group` is padded to 16 because tensor cores multiply nothing smaller.
 #
-#   row's context   0         split_len    2 * split_len      n
-#                   |- part 0 -|-- part 1 --|---- part 2 -----|      grid (kv_head, row, part)
+#   row's context   0          part_len    2 * part_len   n
+#                   |- part 0 --|-- part 1 --|-- part 2 --|          grid (kv_head, row, part)
 #                    t t t t t                                       TILE keys a step
 #        part_out, part_lse -> _merge_kernel -> out                  (one part: straight to out)
 
 
-@triton.jit(do_not_specialize=["table_stride", "split_len"])
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     k_cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
@@ -296,7 +323,6 @@ def _decode_kernel(
     part_lse,  # [num_rows, NUM_HEADS, num_splits] fp32, if SPLIT
     scale,
     table_stride,
-    split_len,
     SPLIT: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -319,8 +345,9 @@ def _decode_kernel(
         begin = tl.maximum(seq_len - WINDOW, 0)
     end = seq_len
     if SPLIT:
-        begin += split * split_len
-        end = tl.minimum(begin + split_len, seq_len)
+        part_len = tl.cdiv(tl.cdiv(seq_len - begin, tl.num_programs(2)), PART_STEP) * PART_STEP
+        begin += split * part_len
+        end = tl.minimum(begin + part_len, seq_len)
 
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 SILU_BLOCK = 1024  # elements a program
+ROPE_HEADS = 16  # heads a program
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -128,7 +129,7 @@ def rope_and_cache(
     num_kv_heads, block_size, head_dim = k_cache.shape[1:]
     all_heads = qkv.shape[1] // head_dim
     q = qkv.new_empty(num_tokens, all_heads - 2 * num_kv_heads, head_dim)
-    block_h = min(32, triton.next_power_of_2(all_heads))
+    block_h = min(ROPE_HEADS, triton.next_power_of_2(all_heads))
     has_norm = q_norm is not None and k_norm is not None
     _rope_and_cache_kernel[(num_tokens, triton.cdiv(all_heads, block_h))](
         qkv,
@@ -191,13 +192,22 @@ def _rope_and_cache_kernel(
     in_half = i < half
     valid = (is_q | is_k | is_v)[:, None] & in_half[None, :]
 
+    # All loads come first: the compiler moves none before a store, and each waits for memory.
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    position = tl.load(positions + token).to(tl.int64)
     heads = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     offsets = head[:, None] * HEAD_DIM + i[None, :]
     dtype = qkv.dtype.element_ty
     x1 = tl.load(heads + offsets, mask=valid, other=0.0).to(tl.float32)
     x2 = tl.load(heads + offsets + half, mask=valid, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        q1 = tl.load(q_norm + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        q2 = tl.load(q_norm + half + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        k1 = tl.load(k_norm + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        k2 = tl.load(k_norm + half + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_sin + position * HEAD_DIM + i, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(cos_sin + position * HEAD_DIM + half + i, mask=in_half, other=0.0)[None, :]
 
-    slot = tl.load(slot_mapping + token).to(tl.int64)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
     cache_row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + offset  # [BLOCK_H]
@@ -208,18 +218,10 @@ def _rope_and_cache_kernel(
 
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, 1) / HEAD_DIM + eps)[:, None]
-        q1 = tl.load(q_norm + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        q2 = tl.load(q_norm + half + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        k1 = tl.load(k_norm + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        k2 = tl.load(k_norm + half + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
         gain1 = tl.where(is_q[:, None], q1, k1)
         gain2 = tl.where(is_q[:, None], q2, k2)
         x1 = ((x1 * scale).to(dtype).to(tl.float32) * gain1).to(dtype).to(tl.float32)
         x2 = ((x2 * scale).to(dtype).to(tl.float32) * gain2).to(dtype).to(tl.float32)
-
-    position = tl.load(positions + token).to(tl.int64)
-    cos = tl.load(cos_sin + position * HEAD_DIM + i, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(cos_sin + position * HEAD_DIM + half + i, mask=in_half, other=0.0)[None, :]
     y1 = (x1 * cos - x2 * sin).to(dtype)
     y2 = (x2 * cos + x1 * sin).to(dtype)
 
