@@ -350,9 +350,8 @@ class Engine:
         plan, handle = self._under_way[0]
         outputs = self._collect(plan, handle.result())
         self._under_way.popleft()
-        while self._under_way and not self._prompts:  # steps of requests that have just ended
-            plan, handle = self._under_way[0]
-            self.scheduler.update(plan, handle.result())
+        while self._under_way and not self._prompts:  # a step of requests that have just ended
+            self.scheduler.update(self._under_way[0][0], self._under_way[0][1].result())
             self._under_way.popleft()
         if self.paranoid:
             self.check()
