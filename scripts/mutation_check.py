@@ -103,8 +103,8 @@ MUTATIONS = [
         (
             Edit(
                 "minivllm/runner/sampler.py",
-                "u = ops.uniform(seeds, torch.tensor(positions, device=self.device))",
-                "u = ops.uniform(index, torch.tensor(positions, device=self.device))",
+                "u = ops.uniform(seeds, positions)",
+                "u = ops.uniform(rows, positions)",
             ),
         ),
         ("test_engine_cases.py", "test_sampler.py"),
