@@ -1,4 +1,4 @@
-"""The command `minivllm`: generate, chat, demo, fetch, doctor.
+"""The command `minivllm`: generate, chat, demo, bench, fetch, doctor.
 
 Results go to stdout, everything else to stderr. Exit codes, for scripts:
 
@@ -163,6 +163,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         ("generate", "complete prompts, all at once"),
         ("chat", "talk to the model, or ask it one thing"),
         ("demo", "watch ten requests share a small KV cache"),
+        ("bench", "how fast, and how fast could it be?"),
         ("fetch", "put a model on this machine"),
         ("doctor", "is this machine ready?"),
     ):
@@ -170,6 +171,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     _add_generate(parsers["generate"])
     _add_chat(parsers["chat"])
     _add_demo(parsers["demo"])
+    _add_bench(parsers["bench"])
     parsers["fetch"].add_argument(
         "model", nargs="?", default=DEFAULT_MODEL, help="smollm2 or a hub name owner/name"
     )
@@ -218,6 +220,27 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     # Everything is drawn greedily here: a seed would change nothing.
     helps = {name: text for name, text in ENGINE_HELP.items() if name not in ("seed",)}
     _add_flags(parser, "engine", _engine_fields(), helps)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", metavar="throughput|latency|startup|kernels|ladder", help="what to measure"
+    )
+    for name, options in {
+        "--preset": {"nargs": "+", "metavar": "W", "dest": "presets",
+                     "help": "throughput: W1 W3 W4 W5; latency: W2 W6; startup: W7"},
+        "--model": {"metavar": "MODEL", "help": "qwen3-0.6b, qwen3-8b, tiny (random weights), "
+                    "or as for generate; default: qwen3-0.6b on a GPU, tiny on a CPU"},
+        "--engine": {"metavar": "NAME", "help": "minivllm, vllm or transformers"},
+        "--repeats": {"type": int, "metavar": "N", "help": "measured runs, after one to warm up"},
+        "--scale": {"type": float, "metavar": "X",
+                    "help": "share of the workload's requests and lengths, for slow machines"},
+        "--seconds": {"type": float, "metavar": "S", "help": "how long W6 sends requests"},
+        "--plot": {"metavar": "FILE", "help": "draw the ladder as a PNG"},
+    }.items():  # fmt: skip
+        parser.add_argument(name, default=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
+    parser.add_argument("--verbose", action="store_true", help="log the start-up to stderr")
+    _add_flags(parser, "engine", _engine_fields(), ENGINE_HELP)
 
 
 def _given(arguments: argparse.Namespace, helps: dict[str, str]) -> dict[str, Any]:
@@ -356,6 +379,16 @@ def _demo(arguments: argparse.Namespace) -> int:
         )
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from minivllm.bench.bench import Options, run_bench
+
+    names = [field.name for field in dataclasses.fields(Options) if field.name != "engine_args"]
+    values = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    options = Options(**values, engine_args=_given(arguments, ENGINE_HELP))
+    run_bench(options, ["minivllm", *arguments.line])
+    return DONE
+
+
 def _fetch(arguments: argparse.Namespace) -> int:
     from minivllm.models.hub import fetch
 
@@ -381,6 +414,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
     "demo": _demo,
+    "bench": _bench,
     "fetch": _fetch,
     "doctor": _doctor,
 }
@@ -396,6 +430,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             name = rest[0].partition("=")[0]
             command.error(f"unknown flag {name}{did_you_mean(name, flags)}")
         command.error(f"unexpected argument {rest[0]!r}")
+    known.line = sys.argv[1:] if arguments is None else list(arguments)
     return known
 
 

@@ -29,6 +29,8 @@ HOUSE = """
  5  bridge   runner.scripted runner.simulated runner.memory runner.batch runner.sampler \
              runner.graphs runner.runner runner.loader runner.tiny
  6  bridge   engine.detokenizer engine.engine engine.llm
+ 8  top      bench.workload bench.presets bench.roofline bench.kernels bench.engines bench.fresh \
+             bench.open_loop bench.record bench.plot bench.bench
  9  top      course.house doctor watch demo
 10  top      cli __main__
 """

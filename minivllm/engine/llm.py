@@ -273,6 +273,10 @@ class LLM:
         """Whether `step()` has anything to do."""
         return self.engine.has_unfinished_requests()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix: the next prompt is computed whole."""
+        self.engine.scheduler.kv.pool.reset_index()
+
     def close(self) -> None:
         """Give the memory back. The object cannot be used any more; closing twice is fine."""
         engine, self._engine = self._engine, None

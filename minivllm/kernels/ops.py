@@ -1,13 +1,15 @@
 """One function per op of the model: what layers and runner call, whatever the device.
 
 Each is the Triton kernel where its tensors are on a GPU that can run it, and the plain PyTorch twin
-everywhere else. The choice is made once a device and logged with its reason; shapes and meaning of
-the arguments stand in `reference.py`. Importing this file does not import triton.
+everywhere else (or everywhere, with MINIVLLM_KERNELS=torch in the environment). The choice is made
+once a device and logged with its reason; shapes and meaning of the arguments stand in
+`reference.py`. Importing this file does not import triton.
 
 Chapter 5 reads this file.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -48,6 +50,8 @@ def choose(device: torch.device) -> Backend:
 
 def why_not_triton(device: torch.device) -> str | None:
     """What keeps the Triton kernels from running on this device; None if nothing does."""
+    if os.environ.get("MINIVLLM_KERNELS") == "torch":  # the lowest rung of `minivllm bench ladder`
+        return "MINIVLLM_KERNELS=torch asks for it"
     if device.type != "cuda":
         return f"device type {device.type}; the Triton kernels need an NVIDIA GPU"
     if torch.version.cuda is None:

@@ -1,0 +1,1 @@
+"""Measuring the engine: workloads, floors, and the command `minivllm bench`."""
