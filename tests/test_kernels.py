@@ -20,7 +20,7 @@ from minivllm.kernels import ops, reference
 from minivllm.kernels.batch import Batch
 
 pytest.importorskip("triton")
-from minivllm.kernels import attention, fused, sampling  # noqa: E402  after the interpreter is on
+from minivllm.kernels import attention, cascade, fused, sampling  # noqa: E402  after the interpreter is on
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -290,6 +290,79 @@ def test_splits_fill_the_card_and_no_more():
             assert num_splits == 1 or programs < 4 * 132
     assert choose(8, 1024, num_sms=132) == 16  # one row: a program for nearly every processor
     assert choose(256 * 8, 1024, num_sms=132) == 1  # 256 rows fill the card as they are
+
+
+# ── attention over a shared prefix ───────────────────────────────────────────────────────────────
+
+
+def shared_batch(batch: Batch, shared: int, block_size: int, num_blocks: int) -> Batch:
+    """The rows of `batch` behind `shared` tokens that its decode rows have in common.
+
+    Chunks get blocks of their own. New blocks are num_blocks, num_blocks + 1, ...
+    """
+    per_row = shared // block_size
+    owner = torch.zeros(batch.num_rows, 1, dtype=torch.int32)
+    owner[batch.num_decode_rows :, 0] = torch.arange(1, batch.num_rows - batch.num_decode_rows + 1)
+    head = num_blocks + owner * per_row + torch.arange(per_row, dtype=torch.int32)
+    return replace(
+        batch,
+        block_tables=torch.cat((head.to(batch.block_tables), batch.block_tables), dim=1),
+        seq_lens=batch.seq_lens + shared,
+        max_seq_len=batch.max_seq_len + shared,
+        num_shared_tokens=shared,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "shared", "num_slices"),
+    [(4, 2, 32, 16, 64, 1), (6, 2, 64, 16, 144, 3), (5, 1, 80, 8, 48, 2), (2, 2, 16, 32, 96, 9)],
+)
+def test_reading_a_shared_prefix_once_equals_the_twin(
+    heads, kv_heads, head_dim, block_size, shared, num_slices, dtype, device
+):
+    """Prefixes of whole tiles and of more, more slices than tiles, a last row that is padding."""
+    rng = random.Random(heads)
+    batch, num_blocks = ragged_batch(
+        rng, decode=5, chunks=0, block_size=block_size, max_len=40, device=device
+    )
+    batch = shared_batch(batch, shared, block_size, num_blocks)
+    draw = draws(heads, device, dtype)
+    shape = (num_blocks + shared // block_size, kv_heads, block_size, head_dim)
+    k_cache, v_cache = (poisoned_cache(draw, batch, *shape) for _ in range(2))
+    q = draw(5, heads, head_dim)
+    expected = reference.attention(q, clean(k_cache), clean(v_cache), batch, 0.2).view_as(q)
+    batch.seq_lens[-1] = 1
+    expected[-1] = 0
+    buffer = torch.full((7, heads, head_dim), 7.0, dtype=dtype, device=device)
+    tile = {"BLOCK_M": 16, "TILE": 32, "STAGES": 2, "num_warps": 4}
+    cascade.paged_decode_shared(
+        q, k_cache, v_cache, batch, 0.2, buffer[1:-1], num_slices=num_slices, tile=tile
+    )
+    assert_close(buffer[1:-1], expected)
+    assert (buffer[[0, -1]] == 7.0).all()
+
+
+def test_a_step_goes_through_the_shared_prefix_where_it_pays(monkeypatch, device):
+    """Two decode rows share 64 tokens, a chunk does not; a window or a short prefix is plain."""
+    batch, num_blocks = ragged_batch(
+        random.Random(3), decode=2, chunks=1, block_size=16, max_len=30, device=device
+    )
+    batch = shared_batch(batch, 64, 16, num_blocks)
+    draw = draws(8, device, torch.float32)
+    cache = poisoned_cache(draw, batch, num_blocks + 8, 2, 16, 32)
+    q = draw(batch.num_tokens, 4, 32)
+    used = []
+    decode = cascade.paged_decode_shared
+    monkeypatch.setattr(
+        cascade, "paged_decode_shared", lambda *args: (used.append(True), decode(*args))
+    )
+    for least, window, goes in ((128, None, True), (129, None, False), (128, 50, False)):
+        monkeypatch.setattr(cascade, "MIN_SHARED_WORK", least)
+        used.clear()
+        out = cascade.attention(q, cache, cache, batch, 0.2, window)
+        assert_close(out, reference.attention(q, clean(cache), clean(cache), batch, 0.2, window))
+        assert bool(used) == goes
 
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────────

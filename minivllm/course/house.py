@@ -21,8 +21,8 @@ HOUSE = """
  1  -        request trace
  2  control  cache.block cache.prefix cache.pool cache.manager
  3  control  sched.plan sched.scheduler
- 2  data     kernels.batch kernels.reference kernels.cpu kernels.attention kernels.fused \
-             kernels.sampling kernels.matvec kernels.ops
+ 2  data     kernels.batch kernels.reference kernels.cpu kernels.attention kernels.cascade \
+             kernels.fused kernels.sampling kernels.matvec kernels.ops
  3  data     layers.linear layers.embedding layers.norm_rope layers.attention
  4  data     models.checkpoint models.gguf models.hub models.chat_template models.tokenizer \
              models.weights models.model_config models.decoder models.latency

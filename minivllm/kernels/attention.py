@@ -73,7 +73,7 @@ def choose_num_splits(num_programs: int, context: int, *, num_sms: int) -> int:
 
 
 @cache
-def _limits(device: torch.device) -> tuple[int, int]:
+def device_limits(device: torch.device) -> tuple[int, int]:
     """Processors, and bytes of shared memory that one program can take (1 KiB is the driver's)."""
     if device.type != "cuda":
         return 1, 227 << 10
@@ -87,7 +87,7 @@ def decode_tile(q: Tensor, group: int, context: int, num_splits: int) -> dict[st
 
     BLOCK_M: query vectors; TILE: keys in a loop step; STAGES: steps in flight, as many as fit.
     """
-    roomy = _limits(q.device)[1] > 128 << 10
+    roomy = device_limits(q.device)[1] > 128 << 10
     if q.dtype == torch.float32:  # no tensor core has IEEE fp32: small tiles, or registers spill
         tile, warps, stages = 32, 4, 3
     elif num_splits > 1 and triton.cdiv(context, num_splits) <= 128:  # a step or two
@@ -96,25 +96,25 @@ def decode_tile(q: Tensor, group: int, context: int, num_splits: int) -> dict[st
         tile, warps, stages = 32, 1, 4
     else:
         tile, warps, stages = (128 if roomy else 64), 4, (3 if num_splits == 1 else 4)
-    return _fitting_tile(q, group, 16, tile, warps, stages)
+    return fitting_tile(q, group, 16, tile, warps, stages)
 
 
 def prefill_tile(q: Tensor, group: int) -> dict[str, int]:
     """Tile sizes of a prefill, as in `decode_tile`."""
-    roomy = _limits(q.device)[1] > 128 << 10
+    roomy = device_limits(q.device)[1] > 128 << 10
     if q.dtype == torch.float32:
-        return _fitting_tile(q, group, 16, 32, 4, 3)
-    return _fitting_tile(q, group, 128 if roomy else 64, 64, 4 if q.shape[-1] <= 128 else 8, 3)
+        return fitting_tile(q, group, 16, 32, 4, 3)
+    return fitting_tile(q, group, 128 if roomy else 64, 64, 4 if q.shape[-1] <= 128 else 8, 3)
 
 
-def _fitting_tile(
+def fitting_tile(
     q: Tensor, group: int, block_m: int, tile: int, warps: int, stages: int
 ) -> dict[str, int]:
     """Fewer keys where heads are larger than 128; fewer stages where memory ends."""
     head_dim = triton.next_power_of_2(q.shape[-1])
     tile = max(16, min(tile, tile * 128 // head_dim))
     block_m = max(block_m, triton.next_power_of_2(group))
-    free = _limits(q.device)[1] - (8 << 10) - block_m * head_dim * q.element_size()
+    free = device_limits(q.device)[1] - (8 << 10) - block_m * head_dim * q.element_size()
     # The step being computed shares its memory with the one that arrives last.
     fitting = 1 + free // (2 * tile * head_dim * q.element_size())
     return {"BLOCK_M": block_m, "TILE": tile, "STAGES": min(stages, fitting), "num_warps": warps}
@@ -140,7 +140,7 @@ def paged_decode(
     rows, (_, num_heads, head_dim), num_kv_heads = batch.num_decode_rows, q.shape, k_cache.shape[1]
     context = min(batch.max_seq_len, sliding_window or batch.max_seq_len)
     if num_splits is None:
-        num_sms = _limits(q.device)[0]
+        num_sms = device_limits(q.device)[0]
         num_splits = choose_num_splits(rows * num_kv_heads, context, num_sms=num_sms)
     group = num_heads // num_kv_heads
     part_out = part_lse = out
@@ -159,7 +159,7 @@ def paged_decode(
         scale * LOG2E,
         batch.block_tables.stride(0),
         SPLIT=num_splits > 1,
-        **_shapes(q, k_cache, sliding_window),
+        **shapes(q, k_cache, sliding_window),
         **(tile or decode_tile(q, group, context, num_splits)),
     )
     if num_splits > 1:
@@ -218,12 +218,13 @@ def paged_prefill(
         batch.block_tables.stride(0),
         first_row,
         batch.num_rows,
-        **_shapes(q, k_cache, sliding_window),
+        **shapes(q, k_cache, sliding_window),
         **tile,
     )
 
 
-def _shapes(q: Tensor, k_cache: Tensor, sliding_window: int | None) -> dict[str, int | bool]:
+def shapes(q: Tensor, k_cache: Tensor, sliding_window: int | None) -> dict[str, int | bool]:
+    """What the kernels are compiled for."""
     return {
         "NUM_HEADS": q.shape[1],
         "NUM_KV_HEADS": k_cache.shape[1],

@@ -36,6 +36,9 @@ class Batch:
     num_decode_rows: int
     max_query_len: int
     max_seq_len: int
+    # Rows [0, num_decode_rows) begin with the same blocks, for so many tokens; a multiple of the
+    # block size. A hint: any smaller multiple is as true.
+    num_shared_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

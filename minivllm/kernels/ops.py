@@ -85,7 +85,7 @@ def _torch_backend(reason: str) -> Backend:
 def _triton_backend() -> Backend:
     import triton  # here, not above: these four imports fail where triton is absent
 
-    from minivllm.kernels import attention, fused, sampling
+    from minivllm.kernels import cascade, fused, sampling
 
     return Backend(
         "triton",
@@ -94,7 +94,7 @@ def _triton_backend() -> Backend:
         add_rms_norm=fused.add_rms_norm,
         silu_mul=fused.silu_mul,
         rope_and_cache=fused.rope_and_cache,
-        attention=attention.attention,
+        attention=cascade.attention,
         uniform=sampling.uniform,
         sample=sampling.sample,
     )
