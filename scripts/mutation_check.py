@@ -125,8 +125,8 @@ MUTATIONS = [
         (
             Edit(
                 "minivllm/kernels/reference.py",
-                "crossing = (mass < aim).sum(-1, keepdim=True).clamp(max=size - 1)",
-                "crossing = ((mass < aim).sum(-1, keepdim=True) - 1).clamp(0, size - 1)",
+                "crossing = (reached < aim).sum(-1, keepdim=True).clamp(max=size - 1)",
+                "crossing = ((reached < aim).sum(-1, keepdim=True) - 1).clamp(0, size - 1)",
             ),
         ),
         ("test_sampler.py", "test_reference_ops.py"),
