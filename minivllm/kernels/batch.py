@@ -18,6 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
+# Rows x shared tokens from which it pays to read a shared prefix apart: below, a second kernel
+# costs more than it saves.
+MIN_SHARED_WORK = 32768
+
 
 @dataclass(frozen=True)
 class Batch:

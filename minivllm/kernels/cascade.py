@@ -29,9 +29,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minivllm.kernels import attention as paged
 from minivllm.kernels.attention import LOG2E, _attend_tile
-from minivllm.kernels.batch import Batch
+from minivllm.kernels.batch import MIN_SHARED_WORK, Batch
 
-MIN_SHARED_WORK = 32768  # rows x shared tokens; below, a second kernel costs more than it saves
 MAX_SLICES = 8  # of the prefix; each is one more part for every row to merge
 
 

@@ -91,6 +91,17 @@ class Rows:
                 at, ids = self.send([np.array(places), np.array(block_ids)])
                 self.block_tables.view(-1).index_copy_(0, at, ids.int())
 
+    def num_shared_tokens(self, rows: Sequence[RowPlan]) -> int:
+        """Tokens that all of these rows begin with, in whole blocks: those they hold in common."""
+        first, last = rows[0].row, rows[-1].row
+        if len(rows) < 2 or self._tables[first, 0] != self._tables[last, 0]:
+            return 0  # as a rule nothing is shared, and this is all it costs to know
+        num_blocks = min([planned.start for planned in rows]) // self.block_size
+        tables = self._tables[[planned.row for planned in rows], :num_blocks]
+        different = (tables != tables[0]).any(axis=0)
+        shared = int(different.argmax()) if different.any() else num_blocks
+        return shared * self.block_size
+
     def build(self, plan: StepPlan) -> Step:
         """Lay the step's tokens end to end, rows with one token first."""
         rows = sorted(plan.rows, key=self._order)

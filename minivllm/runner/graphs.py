@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from minivllm.kernels.batch import Batch
+from minivllm.kernels.batch import MIN_SHARED_WORK, Batch
 from minivllm.models.decoder import Decoder
 from minivllm.models.latency import MAX_ROWS, LatencyDecoder, why_not
 from minivllm.runner.batch import Rows
@@ -43,6 +43,8 @@ _START = attrgetter("start")
 FEW_ROWS = 4
 CONTEXT_STEP = 4  # each context bucket is this many times the one before
 SHORTEST_CONTEXT = 512
+# After a shared prefix, what rows have of their own is recorded for these lengths and for any.
+OWN_CONTEXTS = (64, 512)
 # Fused matrix-vector kernels read each weight once a row: for large weights only one row pays.
 LARGE_MODEL = 2_000_000_000  # parameters
 
@@ -108,7 +110,9 @@ class DecodeGraphs:
                 self._contexts[size] = _latency_buckets(self._latency, max_model_len)
         else:
             logger.info("One row runs like many: %s", reason)
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
         largest = self.sizes[-1]
         integers = {"dtype": torch.int64, "device": rows.device}
         self._inputs = torch.zeros(2 * largest, **integers)  # type: ignore[call-overload]
@@ -119,28 +123,30 @@ class DecodeGraphs:
     def capture(self, *, progress: bool) -> None:
         """Record every size, the largest first, so that the others fit its memory."""
         keys = [
-            (size, context)
+            (size, context, 0)
             for size in reversed(self.sizes)
             for context in reversed(self._contexts[size])
         ]
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.inference_mode():
-            for size, context in tqdm(
-                keys, desc="Capturing CUDA graphs (decode)", disable=not progress
-            ):
-                self._inputs[:size] = 0
-                self._inputs[size : 2 * size] = self.rows.null_row
-                self._run(size, context)  # compiles kernels and warms libraries up
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool)
-                self._run(size, context)
-                graph.capture_end()
-                self._graphs[size, context] = graph
-        torch.cuda.current_stream().wait_stream(stream)
+        for key in tqdm(keys, desc="Capturing CUDA graphs (decode)", disable=not progress):
+            self._record(*key)
 
-    def _run(self, size: int, context: int) -> None:
+    @torch.inference_mode()
+    def _record(self, size: int, context: int, shared: int) -> torch.cuda.CUDAGraph:
+        """Run the step once for padding alone, which compiles its kernels, then record it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._inputs[:size] = 0
+            self._inputs[size : 2 * size] = self.rows.null_row
+            self._run(size, context, shared)
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool)
+            self._run(size, context, shared)
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._graphs[size, context, shared] = graph
+        return graph
+
+    def _run(self, size: int, context: int, shared: int) -> None:
         """The decode step of `size` rows, reading `_inputs` and writing `_outputs`."""
         rows = self.rows
         positions, row_ids = self._inputs[:size], self._inputs[size : 2 * size]
@@ -157,6 +163,7 @@ class DecodeGraphs:
             num_decode_rows=size,
             max_query_len=1,
             max_seq_len=context,
+            num_shared_tokens=shared,
         )
         if self._latency is not None and size <= self._latency_rows:
             logits = self._latency.forward_logits(batch, self.kv_cache)
@@ -189,8 +196,20 @@ class DecodeGraphs:
         inputs[:size] = 0
         inputs[:count] = [planned.start for planned in ordered]
         inputs[size : size + count] = [planned.row for planned in ordered]
-        contexts = self._contexts[size]
-        context = contexts[bisect_left(contexts, ordered[0].start + 1)]
+        longest = ordered[0].start + 1
+        shared = self._shared_bucket(ordered)
+        contexts, any_length = self._contexts[size], self._contexts[size][-1]
+        if shared:
+            contexts = [*(min(shared + own, any_length) for own in OWN_CONTEXTS), any_length]
+        key = (size, contexts[bisect_left(contexts, longest)], shared)
+        # Shared prefixes are recorded when the first one of their length is met.
+        graph = self._graphs.get(key) or self._record(*key)
         self._inputs[: 2 * size].copy_(torch.from_numpy(inputs).pin_memory(), non_blocking=True)
-        self._graphs[size, context].replay()
+        graph.replay()
         return self._outputs[:count], ordered
+
+    def _shared_bucket(self, ordered: Sequence[RowPlan]) -> int:
+        """The shared prefix to read apart, in tokens, a power of two; 0 if that does not pay."""
+        shared = self.rows.num_shared_tokens(ordered)
+        bucket = 1 << (shared.bit_length() - 1) if shared else 0
+        return bucket if bucket * len(ordered) >= MIN_SHARED_WORK else 0
