@@ -10,6 +10,7 @@ from typing import Any
 from minivllm.base import UserError
 
 INK, BAR, FLOOR = "#222222", "#3b6ea5", "#c2571a"
+FLOOR_IN_SIGHT = 8  # times the highest bar
 
 
 def check_plotting() -> None:
@@ -62,13 +63,17 @@ def _panel(axes: Any, entries: Sequence[dict[str, Any]]) -> None:
         gain = f"\n×{value / values[i - 1]:.2f}" if i else ""
         axes.annotate(f"{value:,.0f}{gain}", (i, value), ha="center", va="bottom", color=INK,
                       xytext=(0, 2), textcoords="offset points", fontsize=9)  # fmt: skip
-    floor = entries[0]["floor_tokens_per_s"]
-    if floor is not None:
+    floor, top = entries[0]["floor_tokens_per_s"], max(values)
+    if floor is not None and floor > FLOOR_IN_SIGHT * top:  # drawn, it would flatten every bar
+        axes.text(0.02, 0.97, f"floor {floor:,.0f}, far above", transform=axes.transAxes,
+                  va="top", color=FLOOR, fontsize=9)  # fmt: skip
+    elif floor is not None:
+        top = max(top, floor)
         axes.axhline(floor, color=FLOOR, linestyle="--", linewidth=1.2)
         axes.annotate(f"floor {floor:,.0f}", (0, floor), xycoords=("axes fraction", "data"),
                       va="bottom", color=FLOOR, fontsize=9, xytext=(4, 2),
                       textcoords="offset points")  # fmt: skip
-    axes.set_ylim(0, 1.2 * max([*values, floor or 0]))
+    axes.set_ylim(0, 1.2 * top)
     axes.set_ylabel("output tokens/s")
     axes.tick_params(axis="x", labelrotation=15)
     axes.spines[["top", "right"]].set_visible(False)
