@@ -1,11 +1,16 @@
-"""Compile every Triton kernel at real shapes, compare with its twin, take a first reading of time.
+"""Compile every Triton kernel at real shapes, compare with its twin, time it and its variants.
 
-    python benchmarks/check_kernels_gpu.py
+    python benchmarks/check_kernels_gpu.py [checks | times]
 
 The twin runs on the GPU in fp32, on the same inputs upcast. A line a check: relative error
 ||out - ref|| / ||ref|| (draws: the share of rows that differ) against its bound. Fresh memory is
 NaN, the cache is NaN wherever no query may look, outputs lie between guards; each violation makes
-the error infinite. The last line is one JSON object.
+the error infinite.
+
+Times are medians of CUDA graph replays; buffers are rotated, so that the L2 cache serves no data
+(the small ops are said to be otherwise). A line a reading: microseconds, rate, share of the ceiling
+measured in the same run (copies, bf16 products), pass or miss against the target. Tile sizes in
+parentheses are variants beside the default. The last line is one JSON object.
 """
 
 import json
@@ -14,7 +19,9 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from minivllm.kernels import attention, fused, ops, reference, sampling  # noqa: E402
+from minivllm.kernels import attention, cascade, fused, ops, reference, sampling  # noqa: E402
 from minivllm.kernels.batch import Batch  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -50,8 +57,10 @@ class Check(NamedTuple):
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
+    """inf where anything is NaN: max() of errors would lose a NaN."""
     out, expected = out.double(), expected.double()
-    return ((out - expected).norm() / expected.norm()).item()
+    error = ((out - expected).norm() / expected.norm()).item()
+    return error if math.isfinite(error) else math.inf
 
 
 def draw(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -167,11 +176,36 @@ def attention_error(
         if (out[:first] != 7.0).any():
             return math.inf
     if decode_lens:  # once more with many parts, most of them empty in the short rows
-        split_len = max(16, batch.max_seq_len // 8)
-        attention.paged_decode(q, *caches, batch, scale, window, out, split_len=split_len)
+        attention.paged_decode(q, *caches, batch, scale, window, out, num_splits=8)
     if (buffer[0] != 7.0).any() or (buffer[-1] != 7.0).any():
         return math.inf
     return max(error, relative_error(out.flatten(1), expected))
+
+
+def shared_batch(rows: int, shared: int, own: int, block_size: int = 16) -> Batch:
+    """Decode rows of at most `own` tokens each behind `shared` common ones."""
+    own_lens = torch.randint(1, own + 1, (rows,)).tolist()
+    batch = make_batch([shared + n for n in own_lens], [], block_size)
+    tables = batch.block_tables.clone()
+    tables[:, : shared // block_size] = tables[0, : shared // block_size]
+    return replace(batch, block_tables=tables, num_shared_tokens=shared)
+
+
+def cascade_error(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rows: int, shared: int
+) -> float:
+    batch = shared_batch(rows, shared, 60)
+    caches = make_caches(batch, dtype, kv_heads, 16, head_dim)
+    q = draw(rows, heads, head_dim, dtype=dtype)
+    wide = [cache.nan_to_num().float() for cache in caches]
+    expected = reference.attention(q.float(), *wide, batch, head_dim**-0.5)
+    buffer = torch.full((rows + 2, heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    error = 0.0
+    for num_slices in (None, 3):
+        out = buffer[1:-1].fill_(NAN)
+        cascade.paged_decode_shared(q, *caches, batch, head_dim**-0.5, out, num_slices=num_slices)
+        error = max(error, relative_error(out.flatten(1), expected))
+    return error if (buffer[[0, -1]] == 7.0).all() else math.inf
 
 
 def graph_error() -> float:
@@ -182,8 +216,14 @@ def graph_error() -> float:
     one = torch.ones(8, device=DEVICE)
     filters = (one * 0.8, torch.full((8,), 50, device=DEVICE), one * 0.9, one * 0, one * 0.5)
 
-    def step() -> tuple[Tensor, Tensor]:
-        return attention.attention(q, *caches, batch, 0.1), sampling.sample(logits, *filters)
+    common = shared_batch(8, 640, 60)
+    common_caches = make_caches(common, BF16, 8, 16, 128)
+
+    def step() -> tuple[Tensor, ...]:
+        shared = torch.empty_like(q)
+        cascade.paged_decode_shared(q, *common_caches, common, 0.1, shared)
+        plain = attention.attention(q, *caches, batch, 0.1)
+        return plain, shared, sampling.sample(logits, *filters)
 
     graph, results = capture(step)
     q.normal_()
@@ -227,7 +267,7 @@ def mixed_sample_error() -> float:
         torch.rand(256, device=DEVICE).clamp(1e-6, 1 - 1e-6),
     )
     drawn = sampling.sample(values, *args)
-    return (drawn != reference.sample(values.float(), *args)).double().mean().item()
+    return (drawn != reference.sample(values, *args)).double().mean().item()
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -276,11 +316,17 @@ def all_checks() -> list[Check]:
     whole = [(2048, 2048)] * 4
     add("attention 4 x 2048 chunks bfloat16", bound, attention_error, *qwen, [], whole)
     add("attention head_dim 256 float32", BOUND[FP32], attention_error, FP32, 8, 1, 256, *mixed)
+    for shape in ((16, 8, 128), (32, 8, 128), (9, 3, 64), (8, 2, 80), (8, 1, 256)):
+        for rows, shared in ((256, 2048), (5, 144)):
+            name = f"cascade {shape} {rows} x {shared} bfloat16"
+            add(name, bound, cascade_error, BF16, *shape, rows, shared)
+    add("cascade float32", BOUND[FP32], cascade_error, FP32, 16, 8, 128, 33, 496)
     add("uniform, numbers that differ", 0.0, uniform_error)
     add("CUDA graph, outputs that differ", 0.0, graph_error)
 
     normal = lambda: draw(256, 151936) * 3  # noqa: E731
     flat = lambda: draw(256, 151936) * 0.01  # noqa: E731
+    half = lambda: (draw(256, 151936) * 3).to(BF16)  # noqa: E731
     tied = lambda: (draw(256, 49152) * 3).round()  # noqa: E731
     add("sample greedy", 0.0, sample_error, normal, temperature=0.0)
     add("sample temperature 0.8", 0.02, sample_error, normal, temperature=0.8)
@@ -288,6 +334,8 @@ def all_checks() -> list[Check]:
     add("sample top_k 50, top_p 0.9", 0.01, sample_error, normal, top_k=50, top_p=0.9)
     add("sample top_k 1000, top_p 0.9", 0.02, sample_error, normal, top_k=1000, top_p=0.9)
     add("sample top_p 0.9", 0.02, sample_error, normal, top_p=0.9)
+    add("sample top_p 0.9, bf16 logits", 0.02, sample_error, half, temperature=0.8, top_p=0.9)
+    add("sample top_p 0.99, bf16 logits (whole rows)", 0.02, sample_error, half, top_p=0.99)
     add("sample min_p 0.1", 0.01, sample_error, normal, min_p=0.1)
     add("sample top_p 0.5, flat (whole rows)", 0.05, sample_error, flat, top_p=0.5)
     add("sample top_k 5000, flat (whole rows)", 0.05, sample_error, flat, top_k=5000)
@@ -316,12 +364,13 @@ def capture(step: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
     return graph, result
 
 
-def median_us(call: Callable[[], object], calls: int = 1) -> float:
-    """Microseconds of one call: median of 15 replays of a graph of `calls` of them."""
+def median_us(*calls: Callable[[], object], repeat: int = 1) -> float:
+    """Microseconds of one call: median of 15 replays of a graph of all of them, `repeat` times."""
 
     def step() -> None:
-        for _ in range(calls):
-            call()
+        for _ in range(repeat):
+            for call in calls:
+                call()
 
     graph, _ = capture(step)
     times = []
@@ -331,82 +380,318 @@ def median_us(call: Callable[[], object], calls: int = 1) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
+        times.append(start.elapsed_time(end) * 1e3 / (repeat * len(calls)))
     return statistics.median(times[2:])
 
 
 def copy_rate() -> float:
-    """TB/s of a large copy on the device, bytes read plus bytes written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE).random_()
+    """Bytes a microsecond of a copy of 4 GiB, read plus written."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_us(lambda: target.copy_(source)) / 1e6
+    return 2 * source.numel() / median_us(lambda: target.copy_(source))
 
 
-def timings() -> dict[str, float]:
-    """Qwen3-0.6B's shapes in bf16; each printed with its share of the ceiling measured here."""
-    copy_tbs = copy_rate()
-    found = {"copy_TB_s": copy_tbs}
-    print(f"copy of 1 GiB: {copy_tbs:.2f} TB/s")
+class Report:
+    """Prints readings and keeps them; the ceilings are measured first."""
 
-    for lens in ([1024] * 256, [1024], [32768]):
-        batch = make_batch(lens, [], 16)
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+        self.missed: list[str] = []
+        self.bytes_per_us = copy_rate()
+        a, b = draw(8192, 8192, dtype=BF16), draw(8192, 8192, dtype=BF16)
+        self.flops_per_us = 2 * 8192**3 / median_us(lambda: a @ b)
+        self.found["copy_TB_s"] = self.bytes_per_us / 1e6
+        self.found["matmul_TFLOP_s"] = self.flops_per_us / 1e6
+        print(f"copy of 4 GiB: {self.bytes_per_us / 1e6:.2f} TB/s, read plus written")
+        print(f"bf16 product of 8192: {self.flops_per_us / 1e6:.0f} TFLOP/s")
+
+    def line(
+        self,
+        name: str,
+        us: float,
+        *,
+        num_bytes: float = 0,
+        flops: float = 0,
+        share: float | None = None,  # of the ceiling that is wanted
+        at_most_us: float | None = None,
+    ) -> None:
+        text, reached = f"{name:62s} {us:8.1f} us", 0.0
+        if num_bytes:
+            reached = num_bytes / us / self.bytes_per_us
+            text += f" {num_bytes / us / 1e6:6.2f} TB/s   {reached:.2f}"
+        if flops:
+            reached = flops / us / self.flops_per_us
+            text += f" {flops / us / 1e6:6.0f} TFLOP/s {reached:.2f}"
+        verdict = None
+        if share is not None:
+            verdict = f" (target {share:.2f})", reached >= share
+        if at_most_us is not None:
+            verdict = f" (target {at_most_us:.0f} us)", us <= at_most_us
+        if verdict is not None:
+            text += f"{verdict[0]} {'pass' if verdict[1] else 'MISS'}"
+            if not verdict[1]:
+                self.missed.append(name)
+        self.found[name] = us
+        print(text, flush=True)
+
+    def attempt(self, name: str, measure: Callable[[], float], **about) -> None:
+        """A variant that does not compile or fit must not end the run."""
+        try:
+            us = measure()
+        except Exception as problem:
+            print(f"{name:62s} {type(problem).__name__}: {str(problem)[:100]}")
+        else:
+            self.line(name, us, **about)
+
+
+# Decode: (lengths, query heads of 8 KV heads, wanted share of the copy rate, variants), a variant
+# being (parts or None for the default, keys a step, warps, stages).
+DECODES: list[tuple[list[int], int, float | None, list[tuple[int | None, int, int, int]]]] = [
+    ([1024] * 256, 16, 0.95, [(1, 128, 4, 2), (1, 128, 4, 5), (1, 64, 2, 4), (1, 32, 1, 4)]),
+    ([1024] * 256, 32, 0.95, [(1, 64, 2, 4)]),
+    ([512] * 256, 16, None, [(1, 128, 4, 3), (1, 64, 2, 4)]),
+    ([160] * 512, 16, 0.92, [(1, 128, 4, 3), (1, 32, 1, 6), (1, 16, 1, 6), (1, 64, 2, 4)]),
+    ([1024] * 40, 16, None, [(1, 128, 4, 3), (2, 128, 4, 3), (3, 128, 4, 3)]),
+    ([4096] * 8, 16, None, [(4, 128, 4, 3), (4, 128, 4, 5), (8, 128, 4, 3), (6, 128, 4, 3)]),
+    ([32768], 16, 0.75, [(16, 128, 4, 5), (32, 128, 4, 3), (32, 128, 4, 5), (48, 128, 4, 3),
+                         (64, 128, 4, 3), (64, 64, 2, 4), (32, 128, 8, 5), (48, 64, 4, 5)]),
+    ([1024], 16, None, [(8, 128, 4, 1), (16, 64, 4, 1), (16, 64, 8, 1), (16, 32, 2, 1)]),
+]  # fmt: skip
+
+# Prefill: (query heads packed with the tokens, keys a step, warps, stages).
+PREFILL_TILES = [(128, 64, 8, 3), (128, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)]
+
+# Shared prefix: (slices, block, keys, warps, stages; keys, warps, stages of the own part).
+CASCADES = {
+    16: [(4, 128, 128, 8, 2, 16, 1, 3), (4, 64, 64, 4, 3, 16, 1, 3), (4, 128, 128, 8, 3, 32, 1, 4),
+         (4, 128, 128, 8, 3, 64, 1, 1), (2, 128, 128, 8, 3, 16, 1, 3)],
+    32: [(2, 128, 128, 8, 2, 16, 1, 3), (4, 128, 64, 4, 3, 16, 1, 3), (4, 128, 128, 8, 3, 16, 1, 3),
+         (2, 128, 128, 8, 3, 32, 1, 4)],
+}  # fmt: skip
+WHERE_CASCADE_PAYS = [(8, 2048), (16, 1024), (16, 4096), (64, 256), (64, 512), (256, 128)]
+
+# Constants of the sampling kernels and the values tried beside their own.
+SAMPLING_CONSTANTS = [
+    ("top_p 0.9", "GATHER", (2048, 8192)),
+    ("top_p 0.9", "MAX_CANDIDATES", (2048,)),
+    ("top_k 50 top_p 0.9", "GATHER", (2048, 8192)),
+    ("top_k 50 top_p 0.9", "FEW_CANDIDATES", (256, 1024)),
+    ("temperature", "CHUNKS_PER_PROGRAM", (16, 64)),
+    ("top_p 0.5 flat", "ROW_TILE", (2048, 8192)),
+]
+
+
+def tile_of(block_m: int, keys: int, warps: int, stages: int) -> dict[str, int]:
+    return {"BLOCK_M": block_m, "TILE": keys, "STAGES": stages, "num_warps": warps}
+
+
+def rotated(
+    lens: list[int], kv_heads: int, copies: int | None = None
+) -> tuple[list[Batch], list[Tensor]]:
+    """Batches over different blocks of one cache, together far larger than the L2 cache."""
+    rows, num_bytes = len(lens), sum(lens) * kv_heads * 128 * 4
+    copies = copies or min(32, -(-(400 << 20) // num_bytes))
+    whole = make_batch(lens * copies, [], 16)
+    caches = make_caches(whole, BF16, kv_heads, 16, 128)
+    batches = [
+        replace(
+            whole,
+            token_ids=whole.token_ids[:rows],
+            query_start=whole.query_start[: rows + 1],
+            seq_lens=whole.seq_lens[first : first + rows],
+            block_tables=whole.block_tables[first : first + rows],
+            num_decode_rows=rows,
+        )
+        for first in range(0, rows * copies, rows)
+    ]
+    return batches, caches
+
+
+def time_decode(report: Report) -> None:
+    for lens, heads, share, variants in DECODES:
+        batches, caches = rotated(lens, 8)
+        q = draw(len(lens), heads, 128, dtype=BF16)
+        out = torch.empty_like(q)
+
+        def measure(num_splits=None, tile=None) -> float:
+            return median_us(*(
+                lambda batch=batch: attention.paged_decode(
+                    q, *caches, batch, 0.1, None, out, num_splits=num_splits, tile=tile  # noqa: B023
+                )
+                for batch in batches  # noqa: B023
+            ))  # fmt: skip
+
+        name = f"decode {len(lens)} x {lens[0]} G={heads // 8}"
+        num_bytes = sum(lens) * 8 * 128 * 4
+        report.line(name, measure(), num_bytes=num_bytes, share=share)
+        for num_splits, *tile in variants:
+            label = f"{name} (parts {num_splits}, TILE {tile[0]}, warps {tile[1]}, st {tile[2]})"
+            run = lambda n=num_splits, t=tile: measure(n, tile_of(16, *t))  # noqa: E731, B023
+            report.attempt(label, run, num_bytes=num_bytes)
+
+
+def time_prefill(report: Report) -> None:
+    for rows, length in ((4, 2048), (1, 8192)):
+        batch = make_batch([], [(length, length)] * rows, 16)
         caches = make_caches(batch, BF16, 8, 16, 128)
-        q = draw(len(lens), 16, 128, dtype=BF16)
-        us = median_us(lambda: attention.attention(q, *caches, batch, 0.1))  # noqa: B023
-        tbs = sum(lens) * 8 * 128 * 2 * 2 / us / 1e6
-        share = tbs / copy_tbs
-        found[f"decode_{len(lens)}x{lens[0]}_us"] = us
-        print(f"decode {len(lens)} x {lens[0]}: {us:.1f} us, {tbs:.2f} TB/s, {share:.2f} of copy")
-    for lens in ([2048] * 4, [8192]):
-        batch = make_batch([], [(n, n) for n in lens], 16)
-        caches = make_caches(batch, BF16, 8, 16, 128)
-        q = draw(sum(lens), 16, 128, dtype=BF16)
-        us = median_us(lambda: attention.attention(q, *caches, batch, 0.1))  # noqa: B023
-        tflops = sum(2 * n * n * 16 * 128 for n in lens) / us / 1e6  # causal: half of 4 n^2 d
-        found[f"prefill_{len(lens)}x{lens[0]}_TFLOP_s"] = tflops
-        print(f"prefill {len(lens)} x {lens[0]}: {us:.1f} us, {tflops:.0f} TFLOP/s")
+        q = draw(rows * length, 16, 128, dtype=BF16)
+        out = torch.empty_like(q)
+        flops = rows * 2 * length**2 * 16 * 128  # causal: half of 4 n^2 d
+        name, share = f"prefill {rows} x {length}", 0.5 if length == 8192 else None
 
-    rows = 256
+        def measure(tile=None) -> float:
+            return median_us(
+                lambda: attention.paged_prefill(q, *caches, batch, 0.1, None, out, tile=tile)  # noqa: B023
+            )
+
+        report.line(name, measure(), flops=flops, share=share)
+        for tile in PREFILL_TILES:
+            label = f"{name} (BLOCK_M {tile[0]}, TILE {tile[1]}, warps {tile[2]}, st {tile[3]})"
+            report.attempt(label, lambda t=tile: measure(tile_of(*t)), flops=flops)  # noqa: B023
+        keys = [cache.nan_to_num() for cache in caches]
+        report.attempt(
+            f"{name} (cuDNN, K and V gathered from their blocks)",
+            lambda: median_us(lambda: cudnn_prefill(q, *keys, batch, rows)),  # noqa: B023
+            flops=flops,
+        )
+
+
+def cudnn_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, rows: int) -> Tensor:
+    """Fresh rows of one length through torch's own attention: the paged kernel's competitor."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tables = batch.block_tables[:, : batch.max_seq_len // 16]
+    k, v = (
+        cache[tables].transpose(1, 2).reshape(rows, 8, batch.max_seq_len, 128)
+        for cache in (k_cache, v_cache)
+    )
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q.view(rows, -1, 16, 128).transpose(1, 2), k, v, is_causal=True, enable_gqa=True
+        )
+
+
+def time_cascade(report: Report) -> None:
+    def pair(rows: int, heads: int, shared: int) -> tuple[float, Callable[..., float]]:
+        batches, caches = rotated([shared + 48] * rows, 8, copies=4)
+        for batch in batches:
+            batch.block_tables[:, : shared // 16] = batch.block_tables[:1, : shared // 16]
+        batches = [replace(batch, num_shared_tokens=shared) for batch in batches]
+        q = draw(rows, heads, 128, dtype=BF16)
+        out = torch.empty_like(q)
+
+        def time_calls(decode: Callable[..., None], *rest, **sizes) -> float:
+            calls = (lambda b=b: decode(q, *caches, b, 0.1, *rest, out, **sizes) for b in batches)
+            return median_us(*calls)
+
+        plain_us = time_calls(attention.paged_decode, None)
+        return plain_us, lambda **sizes: time_calls(cascade.paged_decode_shared, **sizes)
+
+    for heads, variants in CASCADES.items():
+        plain_us, measure = pair(256, heads, 2048)
+        name = f"decode 256 x (2048 shared + 48) G={heads // 8}"
+        report.line(f"{name}, plain", plain_us)
+        report.line(f"{name}, cascade", measure(), at_most_us=45 if heads == 16 else 52)
+        for slices, block, keys, warps, stages, *own in variants:
+            label = f"{name} ({slices} slices, {block} x {keys} w{warps} st{stages}, own {own})"
+            sizes = {
+                "num_slices": slices,
+                "tile": tile_of(block, keys, warps, stages),
+                "tile_own": tile_of(16, *own),
+            }
+            report.attempt(label, lambda s=sizes: measure(**s))  # noqa: B023
+    for rows, shared in WHERE_CASCADE_PAYS:
+        plain_us, measure = pair(rows, 16, shared)
+        report.line(f"decode {rows} x ({shared} shared + 48), plain", plain_us)
+        report.line(f"decode {rows} x ({shared} shared + 48), cascade", measure())
+
+
+@contextmanager
+def constant(name: str, value: int):
+    """`sampling.<name>` is another number for a while."""
+    before = getattr(sampling, name)
+    setattr(sampling, name, value)
+    try:
+        yield
+    finally:
+        setattr(sampling, name, before)
+
+
+def time_sampling(report: Report) -> None:
+    rows, vocab = 256, 151936
     full = lambda value, dtype=FP32: torch.full((rows,), value, dtype=dtype, device=DEVICE)  # noqa: E731
     u = torch.rand(rows, device=DEVICE).clamp(1e-6, 1 - 1e-6)
-    normal, flat = draw(rows, 151936) * 3, draw(rows, 151936) * 0.01
-    one_read = normal.numel() * 4 / copy_tbs / 1e6
-    for name, logits, t, k, p in (
-        ("greedy", normal, 0.0, 0, 1.0),
-        ("temperature", normal, 0.8, 0, 1.0),
-        ("top_k 50 top_p 0.9", normal, 0.8, 50, 0.9),
-        ("top_p 0.9", normal, 0.8, 0, 0.9),
-        ("top_p 0.5 flat", flat, 1.0, 0, 0.5),
-    ):
-        args = (full(t), full(k, torch.int64), full(p), full(0.0), u)
-        us = median_us(lambda: sampling.sample(logits, *args))  # noqa: B023
-        found[f"sample {name}_us"] = us
-        print(f"sample {rows} x 151936 {name}: {us:.1f} us, {us / one_read:.1f} x one read")
+    normal = [(draw(rows, vocab) * 3).to(BF16) for _ in range(4)]
+    flat = [(draw(rows, vocab) * 0.01).to(BF16) for _ in range(2)]
+    wide = [draw(rows, vocab) * 3 for _ in range(2)]
+    modes = {
+        "greedy": (normal, 0.0, 0, 1.0, 30),
+        "temperature": (normal, 0.8, 0, 1.0, 30),
+        "top_k 50": (normal, 0.8, 50, 1.0, 60),
+        "top_k 50 top_p 0.9": (normal, 0.8, 50, 0.9, 60),
+        "top_k 1000 top_p 0.9": (normal, 0.8, 1000, 0.9, None),
+        "top_p 0.9": (normal, 0.8, 0, 0.9, 150),
+        "top_p 0.5 flat": (flat, 1.0, 0, 0.5, None),
+        "greedy, fp32 logits": (wide, 0.0, 0, 1.0, None),
+        "temperature, fp32 logits": (wide, 0.8, 0, 1.0, None),
+        "top_k 50 top_p 0.9, fp32 logits": (wide, 0.8, 50, 0.9, None),
+        "top_p 0.9, fp32 logits": (wide, 0.8, 0, 0.9, None),
+    }
 
+    def measure(mode: str) -> float:
+        buffers, t, k, p, _ = modes[mode]
+        args = (full(t), full(k, torch.int64), full(p), full(0.0), u)
+        return median_us(*(lambda x=x: sampling.sample(x, *args) for x in buffers))
+
+    for mode, (buffers, *_, at_most_us) in modes.items():
+        num_bytes = buffers[0].numel() * buffers[0].element_size()
+        name = f"sample {rows} x {vocab} {mode}"
+        report.line(name, measure(mode), num_bytes=num_bytes, at_most_us=at_most_us)
+    for mode, name, values in SAMPLING_CONSTANTS:
+        for value in values:
+            with constant(name, value):
+                report.attempt(f"sample {mode} ({name} {value})", lambda m=mode: measure(m))
+    time_chunks = lambda x: sampling.chunk_statistics(x, full(0.8))  # noqa: E731
+    us = median_us(*(lambda x=x: time_chunks(x) for x in normal))
+    report.line("sample, its first pass alone", us, num_bytes=normal[0].numel() * 2)
+
+
+def time_small_ops(report: Report) -> None:
+    rows = 256
     x, residual, weight = (draw(*s, dtype=BF16) for s in ((rows, 1024), (rows, 1024), (1024,)))
     gate_up, qkv = draw(rows, 6144, dtype=BF16), draw(rows, 32 * 128, dtype=BF16)
     caches = [draw(1024, 8, 16, 128, dtype=BF16) for _ in range(2)]
     positions, cos_sin, gain = torch.arange(rows, device=DEVICE), draw(rows, 128), weight[:128]
-    for name, call in (
-        ("add_rms_norm", lambda: fused.add_rms_norm(x, residual, weight, 1e-6)),
-        ("silu_mul", lambda: fused.silu_mul(gate_up)),
-        ("rope_and_cache", lambda: fused.rope_and_cache(
-            qkv, positions, cos_sin, gain, gain, 1e-6, *caches, positions + 16)),
-    ):  # fmt: skip
-        us = median_us(call, calls=20)
-        found[f"{name}_us"] = us
-        print(f"{name} {rows} rows: {us:.2f} us (data in the L2 cache)")
-    return found
+    ops_of: dict[str, Callable[[], object]] = {
+        "add_rms_norm": lambda: fused.add_rms_norm(x, residual, weight, 1e-6),
+        "silu_mul": lambda: fused.silu_mul(gate_up),
+        "rope_and_cache": lambda: fused.rope_and_cache(
+            qkv, positions, cos_sin, gain, gain, 1e-6, *caches, positions + 16
+        ),
+    }
+    for name, call in ops_of.items():
+        us = median_us(call, repeat=20)
+        report.line(f"{name} {rows} rows (data in the L2 cache)", us, at_most_us=3)
+    own = fused.ROPE_HEADS
+    for heads in (8, 32):
+        fused.ROPE_HEADS = heads
+        us = median_us(ops_of["rope_and_cache"], repeat=20)
+        report.line(f"rope_and_cache (ROPE_HEADS {heads})", us)
+    fused.ROPE_HEADS = own
 
 
-def main() -> int:
-    if not torch.cuda.is_available():
-        print("check_kernels_gpu: no CUDA device; on a CPU run pytest tests/test_kernels.py")
-        return 2
+def timings() -> Report:
+    """Qwen3-0.6B's shapes in bf16 (G=4: the 8B's heads)."""
+    report = Report()
+    for part in (time_small_ops, time_sampling, time_decode, time_prefill, time_cascade):
+        part(report)
+        torch.cuda.empty_cache()
+    return report
+
+
+def run_checks() -> tuple[dict[str, float], list[str]]:
+    """(error of each check, names of those that fail)."""
     began = time.perf_counter()
-    backend = ops.choose(DEVICE)
-    properties = torch.cuda.get_device_properties(DEVICE)
-    print(f"{properties.name}, torch {torch.__version__}: {backend.name} ({backend.reason})")
     results = {}
     for check in CHECKS:
         start = time.perf_counter()
@@ -423,19 +708,35 @@ def main() -> int:
             flush=True,
         )
     failed = [check.name for check in CHECKS if results[check.name] > check.bound]
-    checked_s = time.perf_counter() - began
-    print(f"{len(CHECKS) - len(failed)} of {len(CHECKS)} checks pass in {checked_s:.0f} s")
-    times = timings()
+    passed, seconds = len(CHECKS) - len(failed), time.perf_counter() - began
+    print(f"{passed} of {len(CHECKS)} checks pass in {seconds:.0f} s")
+    return results, failed
+
+
+def main(arguments: Sequence[str]) -> int:
+    wanted = arguments or ["checks", "times"]
+    if not set(wanted) <= {"checks", "times"}:
+        print(f"check_kernels_gpu: {' '.join(arguments)} is not 'checks' or 'times'")
+        return 2
+    if not torch.cuda.is_available():
+        print("check_kernels_gpu: no CUDA device; on a CPU run pytest tests/test_kernels.py")
+        return 2
+    began = time.perf_counter()
+    backend = ops.choose(DEVICE)
+    properties = torch.cuda.get_device_properties(DEVICE)
+    print(f"{properties.name}, torch {torch.__version__}: {backend.name} ({backend.reason})")
+    results, failed = run_checks() if "checks" in wanted else ({}, [])
+    report = timings() if "times" in wanted else None
     print(
         json.dumps(
             {
                 "device": properties.name,
                 "torch": torch.__version__,
                 "backend": backend.reason,
-                "checks": len(CHECKS),
                 "failed": failed,
                 "errors": {name: f"{error:.2e}" for name, error in results.items()},
-                "times": {name: round(value, 2) for name, value in times.items()},
+                "times": {k: round(v, 2) for k, v in report.found.items()} if report else {},
+                "missed": report.missed if report else [],
                 "seconds": round(time.perf_counter() - began),
             }
         )
@@ -444,4 +745,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

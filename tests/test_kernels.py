@@ -352,6 +352,7 @@ def test_a_step_goes_through_the_shared_prefix_where_it_pays(monkeypatch, device
     draw = draws(8, device, torch.float32)
     cache = poisoned_cache(draw, batch, num_blocks + 8, 2, 16, 32)
     q = draw(batch.num_tokens, 4, 32)
+    monkeypatch.setattr(cascade, "MIN_SHARED", 64)
     used = []
     decode = cascade.paged_decode_shared
     monkeypatch.setattr(

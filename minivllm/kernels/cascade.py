@@ -31,6 +31,7 @@ from minivllm.kernels import attention as paged
 from minivllm.kernels.attention import LOG2E, _attend_tile
 from minivllm.kernels.batch import MIN_SHARED_WORK, Batch
 
+MIN_SHARED = 128  # tokens; the largest tile: a prefix is read in whole ones
 MAX_SLICES = 8  # of the prefix; each is one more part for every row to merge
 
 
@@ -59,11 +60,11 @@ def attention(
 
 def pays(batch: Batch, num_kv_heads: int, device: torch.device) -> bool:
     """Whether to read the shared prefix apart: it is long, and the rows fill the card unsplit."""
-    if batch.num_decode_rows * batch.num_shared_tokens < MIN_SHARED_WORK:
+    shared = batch.num_shared_tokens
+    if shared < MIN_SHARED or batch.num_decode_rows * shared < MIN_SHARED_WORK:
         return False
-    programs, own = batch.num_decode_rows * num_kv_heads, batch.max_seq_len
-    num_sms = paged.device_limits(device)[0]
-    return paged.choose_num_splits(programs, own - batch.num_shared_tokens, num_sms=num_sms) == 1
+    programs, own = batch.num_decode_rows * num_kv_heads, batch.max_seq_len - shared
+    return paged.choose_num_splits(programs, own, num_sms=paged.device_limits(device)[0]) == 1
 
 
 def prefix_tile(q: Tensor, group: int) -> dict[str, int]:
@@ -105,6 +106,7 @@ def paged_decode_shared(
     group = num_heads // num_kv_heads
     tile = tile or prefix_tile(q, group)
     num_tiles = batch.num_shared_tokens // tile["TILE"]  # whole ones: no mask; the rest is own
+    assert num_tiles > 0, "the shared prefix is shorter than a tile"
     prefix = num_tiles * tile["TILE"]
     blocks = triton.cdiv(rows * group, tile["BLOCK_M"])
     if num_slices is None:

@@ -72,21 +72,10 @@ def sample(
     """
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
     num_rows, vocab_size = logits.shape
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
-    chunk_top = logits.new_empty(num_rows, num_chunks, dtype=torch.float32)
-    chunk_mass = torch.empty_like(chunk_top)
+    chunk_top, chunk_mass = chunk_statistics(logits, temperature)
+    num_chunks = chunk_top.shape[1]
     out = logits.new_empty(num_rows, dtype=torch.int64)
     stride = logits.stride(0)
-    _chunk_kernel[(triton.cdiv(num_chunks, CHUNKS_PER_PROGRAM), num_rows)](
-        logits,
-        temperature,
-        chunk_top,
-        chunk_mass,
-        stride,
-        VOCAB=vocab_size,
-        CHUNK=CHUNK,
-        CHUNKS=CHUNKS_PER_PROGRAM,
-    )
     chunk_ids = torch.empty_like(chunk_top, dtype=torch.int32)
     candidates = logits.new_empty(num_rows, MAX_CANDIDATES, dtype=torch.float32)
     token_ids = torch.empty_like(candidates, dtype=torch.int32)
@@ -135,6 +124,28 @@ def sample(
             num_warps=16,
         )
     return out
+
+
+def chunk_statistics(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """The first pass: largest logit of each chunk, and its mass in units of that one's.
+
+    Both are [num_rows, num_chunks] fp32.
+    """
+    num_rows, vocab_size = logits.shape
+    num_chunks = triton.cdiv(vocab_size, CHUNK)
+    chunk_top = logits.new_empty(num_rows, num_chunks, dtype=torch.float32)
+    chunk_mass = torch.empty_like(chunk_top)
+    _chunk_kernel[(triton.cdiv(num_chunks, CHUNKS_PER_PROGRAM), num_rows)](
+        logits,
+        temperature,
+        chunk_top,
+        chunk_mass,
+        logits.stride(0),
+        VOCAB=vocab_size,
+        CHUNK=CHUNK,
+        CHUNKS=CHUNKS_PER_PROGRAM,
+    )
+    return chunk_top, chunk_mass
 
 
 def fitting_chunks(num_chunks: int, capacity: int) -> int:
