@@ -585,16 +585,15 @@ def _whole_row_kernel(
     target = tl.load(u + row).to(tl.float64) * total
 
     # The tile in which the CDF passes the target, then the token inside it.
-    before = tl.full([], 0.0, tl.float64)
-    after = before
+    after = tl.full([], 0.0, tl.float64)
     start = 0
     while (start < VOCAB) & (after <= target):
-        before = after
         mass = _kept_mass(row_logits, scale, best, threshold, start, VOCAB, TILE)
         after += tl.sum(mass, 0).to(tl.float64)
         start += TILE
     start = tl.maximum(start - TILE, 0)  # NaN takes no step at all
     mass = _kept_mass(row_logits, scale, best, threshold, start, VOCAB, TILE)
+    before = after - tl.sum(mass, 0).to(tl.float64)
     i = start + tl.arange(0, TILE)
     token = _first_above(before + tl.cumsum(mass.to(tl.float64), 0), mass, target, i)
     # The tile's sum was rounded to fp32: the target may lie a hair behind its last token.
