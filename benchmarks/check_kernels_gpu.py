@@ -477,7 +477,7 @@ SAMPLING_CONSTANTS = [
     ("top_k 50 top_p 0.9", "GATHER", (2048, 8192)),
     ("top_k 50 top_p 0.9", "FEW_CANDIDATES", (256, 1024)),
     ("temperature", "CHUNKS_PER_PROGRAM", (16, 64)),
-    ("top_p 0.5 flat", "ROW_TILE", (2048, 8192)),
+    ("top_p 0.5 flat", "ROW_TILE", (4096, 16384)),
 ]
 
 

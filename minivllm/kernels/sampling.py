@@ -36,7 +36,7 @@ CHUNKS_PER_PROGRAM = 32  # of the first pass
 MAX_CANDIDATES = 4096  # what the fast path of a filtered row holds in registers
 FEW_CANDIDATES = 512  # nearly always enough: top_k 50 leaves about 60
 GATHER = 4096  # logits looked at in one step of collecting candidates
-ROW_TILE = 4096  # logits in a step over a whole row
+ROW_TILE = 8192  # logits in a step over a whole row; a quarter with WAYS thresholds
 WAYS = tl.constexpr(8)  # thresholds that one read of a whole row tries
 LOWEST_KEY = tl.constexpr(-2139095040)  # the sort key after -inf: such a token is never kept
 # Sort keys of neighbouring values of a dtype differ by at least this much.
@@ -497,16 +497,16 @@ def _row_weights(
     TILE: tl.constexpr,
 ):
     """Mass, or number, of the tokens whose key reaches each threshold: [WAYS] fp64."""
-    total = tl.zeros([WAYS], tl.float64)
-    for start in range(0, VOCAB, TILE):
+    total = tl.zeros([WAYS, TILE], tl.float32)  # added up at the end: a sum waits for all threads
+    for start in tl.range(0, VOCAB, TILE, num_stages=4):
         i = start + tl.arange(0, TILE)
         x = _load(row_logits, i, i < VOCAB)
         weight = tl.exp2((x - best) * scale)
         if COUNT:
             weight = tl.where(i < VOCAB, 1.0, 0.0)
         reached = _sort_key(x)[None, :] >= thresholds[:, None]  # [WAYS, TILE]
-        total += tl.sum(tl.where(reached, weight[None, :], 0.0), 1).to(tl.float64)
-    return total
+        total += tl.where(reached, weight[None, :], 0.0)
+    return tl.sum(total, 1).to(tl.float64)
 
 
 @triton.jit
@@ -534,7 +534,7 @@ def _highest_threshold_in_row(
     while high - low > GRAIN:
         gap = (high - low + WAYS - 1) // WAYS
         thresholds = (low + gap * way).to(tl.int32)
-        weights = _row_weights(row_logits, scale, best, thresholds, COUNT, VOCAB, TILE)
+        weights = _row_weights(row_logits, scale, best, thresholds, COUNT, VOCAB, TILE // 4)
         last = tl.max(tl.where(weights >= need, way, 0), 0)
         low += gap * last
         high = tl.minimum(low + gap, high)
@@ -613,7 +613,7 @@ def _kept_mass(row_logits, scale, best, threshold, start, VOCAB: tl.constexpr, T
 def _kept_total(row_logits, scale, best, threshold, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """The sum of `_kept_mass`, tile by tile, as the draw adds it up."""
     total = tl.full([], 0.0, tl.float64)
-    for start in range(0, VOCAB, TILE):
+    for start in tl.range(0, VOCAB, TILE, num_stages=2):
         mass = _kept_mass(row_logits, scale, best, threshold, start, VOCAB, TILE)
         total += tl.sum(mass, 0).to(tl.float64)
     return total
