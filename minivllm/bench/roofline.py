@@ -58,9 +58,10 @@ def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
     """Copy and matmul rates of a device that is otherwise idle. Needs 1.5 GiB on a GPU."""
     kind = device.type
     try:
-        source = torch.ones(COPY_BYTES[kind], dtype=torch.uint8, device=device)
+        # A kernel that moves everything once; `copy_` may be the slower copy engine's.
+        source = torch.ones(COPY_BYTES[kind] // 4, device=device)
         target = torch.empty_like(source)
-        copy = 2 * source.numel() / _seconds(lambda: target.copy_(source), kind)
+        copy = 2 * 4 * source.numel() / _seconds(lambda: torch.neg(source, out=target), kind)
         n = MATMUL_SIZE[kind]
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         return Ceiling(copy, 2 * n**3 / _seconds(lambda: torch.mm(a, b), kind))
