@@ -22,7 +22,7 @@ from minivllm.kernels.batch import Batch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # its bf16 products are wrong: use fp32 there
 LOG2E = 1.4426950408889634  # the kernels use base 2: exp(x) = exp2(x * LOG2E)
-SHORT_CONTEXT = 512  # tokens; up to here a decode program is one warp with small tiles
+SHORT_CONTEXT = 320  # tokens; up to here a decode program is one warp with small tiles
 MAX_SPLITS = 64  # parts of a row; the merge holds them all in one tile
 MIN_PART = 64  # tokens; a shorter part is all start and no work
 PART_STEP = tl.constexpr(16)  # parts are multiples of this many tokens

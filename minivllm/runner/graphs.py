@@ -42,7 +42,7 @@ _START = attrgetter("start")
 # length: sizes up to FEW_ROWS are recorded for several lengths.
 FEW_ROWS = 4
 CONTEXT_STEP = 4  # each context bucket is this many times the one before
-SHORTEST_CONTEXT = 512
+SHORTEST_CONTEXT = 320  # where attention changes its tiles
 # After a shared prefix, what rows have of their own is recorded for these lengths and for any.
 OWN_CONTEXTS = (64, 512)
 # Fused matrix-vector kernels read each weight once a row: for large weights only one row pays.
@@ -56,7 +56,7 @@ def default_sizes(max_num_seqs: int) -> list[int]:
 
 
 def context_buckets(max_model_len: int) -> list[int]:
-    """Context lengths to record few rows for: 512, 2048, … and the longest."""
+    """Context lengths to record few rows for: 320, 1280, … and the longest."""
     buckets, length = [], SHORTEST_CONTEXT
     while length < max_model_len:
         buckets.append(length)
