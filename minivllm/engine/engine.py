@@ -173,7 +173,7 @@ class Engine:
         name = str(self._num_added) if request_id is None else request_id
         try:
             _check_names(request_id, priority, salt)
-            if name in self._prompts or self._is_under_way(name):
+            if name in self._prompts or self._is_under_way(_child_names(name, params.n)):
                 raise UserError(f"request id {name!r} is in use: wait for it or take another id")
             ids = self._token_ids(prompt)
             self._check(ids, params)
@@ -196,9 +196,10 @@ class Engine:
         self._owner |= dict.fromkeys(entry.live, name)
         return entry.output
 
-    def _is_under_way(self, name: str) -> bool:
-        """Whether a step that still runs knows this id, although its request has ended."""
-        return any(row.request_id == name for plan, _ in self._under_way for row in plan.rows)
+    def _is_under_way(self, names: list[str]) -> bool:
+        """Whether a step that still runs knows one of these ids, although its request ended."""
+        known = {row.request_id for plan, _ in self._under_way for row in plan.rows}
+        return not known.isdisjoint(names)
 
     def _token_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -225,11 +226,11 @@ class Engine:
         """The n requests of one prompt: they share its blocks and differ in their seeds."""
         bad_words = tuple(self._bad_words(params.bad_words or ()))
         children = []
-        for index in range(params.n):
+        for index, child in enumerate(_child_names(name, params.n)):
             seed = self._random.getrandbits(64) if params.seed is None else params.seed + index
             children.append(
                 Request(
-                    name if params.n == 1 else f"{name}-{index}",
+                    child,
                     ids,
                     params,
                     arrival=self._num_added,
@@ -543,6 +544,11 @@ def snapshot(output: RequestOutput) -> RequestOutput:
             for c in output.outputs
         ],
     )
+
+
+def _child_names(name: str, n: int) -> list[str]:
+    """Ids of the n requests of one prompt."""
+    return [name] if n == 1 else [f"{name}-{index}" for index in range(n)]
 
 
 def _check_names(request_id: object, priority: object, salt: object) -> None:
