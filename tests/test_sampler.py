@@ -7,7 +7,7 @@ nothing with the sampler but the uniform number of a (seed, position).
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -193,7 +193,6 @@ def test_a_step_needs_no_token_on_the_host() -> None:
     ]
     expected = [step(waiting, rows, x) for x in steps]
     assert [d.to_host() for d in drawn] == expected
-    assert not Sampler.needs_host_tokens
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-40, 9e-6])
@@ -375,6 +374,20 @@ def test_impossible_stop_id_is_harmless() -> None:  # SAM-5
     logits = torch.zeros(VOCAB)
     logits[4], logits[6] = 9.0, 5.0
     assert run_alone(row, logits, 4) == [6, 6, 4, 4]
+    row = Row(SamplingParams(temperature=0), bad_words_ids=((10**9,), (4, VOCAB), (4,)))
+    assert run_alone(row, logits, 2) == [6, 6]
+
+
+def test_a_row_is_plain_once_its_min_tokens_are_out() -> None:
+    row = Row(SamplingParams(temperature=0, min_tokens=2), stop_token_ids=frozenset({4}))
+    biased = Row(replace(row.params, logit_bias={7: 1.0}), stop_token_ids=row.stop_token_ids)
+    rows, sampler = {0: row, 1: biased}, make_sampler()
+    sampler.add(row.new_row(0), biased.new_row(1))
+    plain = []
+    for _ in range(3):
+        plain.append([sampler.draws_plainly([i]) for i in rows])
+        step(sampler, rows, torch.randn(2, VOCAB))
+    assert plain == [[False, False], [False, False], [True, False]]
 
 
 def test_min_tokens_counts_output_across_a_preemption() -> None:
@@ -475,6 +488,26 @@ def test_prompt_logprobs() -> None:
         for found, logprob in entry.items():
             assert logprob.logprob == pytest.approx(row[found].item(), abs=1e-5)
             assert logprob.rank == best.index(found) + 1
+
+
+def test_prompt_logprobs_of_bf16_logits_are_no_coarser_than_the_logits() -> None:
+    logits = torch.randn(6, VOCAB).bfloat16()
+    token_ids = [0, 36, 5, 5, 9, 1]
+    entries = make_sampler().prompt_logprobs(logits, torch.tensor(token_ids), 0)
+    expected = logits.float().log_softmax(-1)
+    for i, token_id in enumerate(token_ids):
+        assert entries[i][token_id].logprob == pytest.approx(expected[i, token_id].item(), abs=1e-5)
+
+
+def test_whole_numbers_may_be_written_as_integers() -> None:
+    row = Row(
+        SamplingParams(
+            temperature=1, top_p=1, min_p=0,
+            repetition_penalty=1, presence_penalty=0, frequency_penalty=0,
+        )
+    )  # fmt: skip
+    logits = torch.randn(VOCAB)
+    assert run_alone(row, logits, 5) == run_alone(Row(SamplingParams()), logits, 5)
 
 
 def test_greedy_rows_are_one_argmax_even_beside_rows_that_left(monkeypatch) -> None:

@@ -42,9 +42,7 @@ class LaunchedStep:
         self._plan, self._sampling, self._prompt_logprobs = plan, sampling, prompt_logprobs
         self._drawn, self._copied = drawn, None
         if drawn is not None and drawn.token_ids.is_cuda:
-            on_host = torch.empty_like(drawn.token_ids, device="cpu", pin_memory=True)
-            on_host.copy_(drawn.token_ids, non_blocking=True)
-            self._drawn = drawn._replace(token_ids=on_host)
+            self._drawn = drawn.start_to_host()
             self._copied = torch.cuda.Event()
             self._copied.record()
 

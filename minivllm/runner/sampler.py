@@ -14,14 +14,12 @@ All that a step depends on is on the device (counts, the newest tokens) or known
 positions), so the next step can start before this step's tokens are on the host.
 
 **A sampler of your own**: `LLM(..., sampler=MySampler)` builds it with `Sampler`'s arguments and
-calls `add`, `remove`, the object itself, `prompt_logprobs` and `profile`, and reads
-`needs_host_tokens`. Mostly a subclass with one method is enough:
+calls `add`, `remove`, `draw`, `prompt_logprobs` and `profile`. Mostly a subclass with one method is
+enough:
 
     class Coldest(Sampler):
         def choose(self, logits, rows, positions):
             return logits.argmax(-1)
-
-A sampler that looks at drawn tokens on the host between two steps sets `needs_host_tokens = True`.
 
 Mirrors vllm/v1/sample/sampler.py, ops/penalties.py, ops/bad_words.py, ops/logprobs.py; left out:
 logits processors as plug-ins, speculative drafts. Chapter 11 reads this file.
@@ -49,6 +47,11 @@ def on_device(
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def _start_to_host(tensor: Tensor) -> Tensor:
+    on_host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return on_host.copy_(tensor, non_blocking=True)
 
 
 class Logprobs(NamedTuple):
@@ -81,8 +84,13 @@ class Drawn(NamedTuple):
     num_logprobs: list[int]  # how many alternatives each of them wants
     logprobs: Logprobs | None  # of the rows that ask
 
+    def start_to_host(self) -> "Drawn":
+        """The same in pinned memory, once the device has come so far. CUDA only."""
+        logprobs = self.logprobs and Logprobs(*map(_start_to_host, self.logprobs))
+        return self._replace(token_ids=_start_to_host(self.token_ids), logprobs=logprobs)
+
     def to_host(self) -> list[SampledToken]:
-        """Wait for the device and return one `SampledToken` a row."""
+        """One `SampledToken` a row; waits for the device if the tensors are there."""
         sampled = [SampledToken(token_id) for token_id in self.token_ids.tolist()]
         if self.logprobs is not None:
             entries = self.logprobs.to_host()
@@ -149,12 +157,13 @@ class _Edits:
             bias = on_device(list(params.logit_bias.values()), device).float()
             self.addend[ids] += bias
         self.bad_words: _BadWords | None = None
-        if new.bad_words_ids:
-            self.bad_words = _BadWords(new.bad_words_ids, new.token_ids[num_prompt:], device)
-        # A stop id outside the vocabulary can never be drawn: harmless, and no index.
+        # An id outside the vocabulary can never be drawn: harmless, and no index.
+        if words := [word for word in new.bad_words_ids if word[-1] < vocab_size]:
+            self.bad_words = _BadWords(words, new.token_ids[num_prompt:], device)
         stop_ids = [i for i in new.stop_token_ids if i < vocab_size]
         self.stop_ids = on_device(stop_ids, device, torch.int64)
         self.first_stop_position = num_prompt + params.min_tokens if stop_ids else 0
+        self.for_good = self.addend is not None or self.bad_words is not None
 
     def apply(self, logits: Tensor, position: int) -> None:
         """Change the logits of the token at `position`, in place. logits: [vocab]."""
@@ -182,8 +191,6 @@ class Sampler:
         num_valid_tokens: ids from here on are padding of the vocabulary and never drawn.
         device: where logits and all tensors live.
     """
-
-    needs_host_tokens = False
 
     def __init__(
         self, max_num_seqs: int, vocab_size: int, num_valid_tokens: int, device: torch.device | str
@@ -220,7 +227,7 @@ class Sampler:
             self._note_wishes(new)
         rows, *columns = on_device(ints, self.device).T
         self._ints[:, rows] = torch.stack(columns)
-        self._floats[:, rows] = on_device(floats, self.device).T
+        self._floats[:, rows] = on_device(floats, self.device, torch.float32).T  # `1` is an int
 
     def _note_wishes(self, new: NewRow) -> None:
         """Remember what the row wants beyond the plain numbers."""
@@ -268,8 +275,10 @@ class Sampler:
         self._mask_padding(logits)
         if not self._edits.keys().isdisjoint(rows):
             for i, row in enumerate(rows):
-                if row in self._edits:
-                    self._edits[row].apply(logits[i], positions[i])
+                if edits := self._edits.get(row):
+                    edits.apply(logits[i], positions[i])
+                    if not edits.for_good and positions[i] + 1 >= edits.first_stop_position:
+                        del self._edits[row]  # min_tokens are out: from here on the row is plain
         penalised = [i for i, row in enumerate(rows) if row in self._penalised]
         if penalised:
             self._penalise(logits, penalised, [rows[i] for i in penalised])
@@ -321,11 +330,11 @@ class Sampler:
         """Log-probabilities of prompt tokens and of the k best, one dict a token.
 
         Args:
-            logits: [n, vocab_size] fp32, the model's own, at the position before each token.
+            logits: [n, vocab_size], the model's own, at the position before each token.
             token_ids: [n] int64, the prompt's own tokens.
             k: how many alternatives.
         """
-        return _gather(logits, token_ids, k, self.num_valid_tokens).to_host()
+        return _gather(logits.float(), token_ids, k, self.num_valid_tokens).to_host()
 
     def profile(self, logits: Tensor) -> None:
         """Run the costliest step, so that its memory can be measured; nothing of it is left.
