@@ -102,6 +102,7 @@ class DecodeGraphs:
         for size in [size for size in self.sizes if size <= FEW_ROWS]:
             self._contexts[size] = context_buckets(max_model_len)
         self._latency: LatencyDecoder | None = None
+        self._latency_rows = 0  # up to so many it takes the decoder's place; it shares nothing
         if not (reason := why_not(model)):
             self._latency = LatencyDecoder(model)
             large = model.config.num_parameters() > LARGE_MODEL
@@ -134,15 +135,19 @@ class DecodeGraphs:
     def _record(self, size: int, context: int, shared: int) -> torch.cuda.CUDAGraph:
         """Run the step once for padding alone, which compiles its kernels, then record it."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._inputs[:size] = 0
-            self._inputs[size : 2 * size] = self.rows.null_row
-            self._run(size, context, shared)
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool)
-            self._run(size, context, shared)
-            graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                self._inputs[:size] = 0
+                self._inputs[size : 2 * size] = self.rows.null_row
+                self._run(size, context, shared)
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool)
+                try:
+                    self._run(size, context, shared)
+                finally:  # nothing else works on a device that still records
+                    graph.capture_end()
+        finally:  # the next step writes `_inputs`
+            torch.cuda.current_stream().wait_stream(self._stream)
         self._graphs[size, context, shared] = graph
         return graph
 
@@ -197,7 +202,7 @@ class DecodeGraphs:
         inputs[:count] = [planned.start for planned in ordered]
         inputs[size : size + count] = [planned.row for planned in ordered]
         longest = ordered[0].start + 1
-        shared = self._shared_bucket(ordered)
+        shared = self._shared_bucket(ordered) if size > self._latency_rows else 0
         contexts, any_length = self._contexts[size], self._contexts[size][-1]
         if shared:
             contexts = [*(min(shared + own, any_length) for own in OWN_CONTEXTS), any_length]
