@@ -158,6 +158,21 @@ def test_a_live_id_is_refused_and_an_old_one_is_free() -> None:  # LIF-2
     assert first is not second and tokens_of(first) == tokens_of(second)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_id_is_free_when_no_step_under_way_knows_it(n: int) -> None:  # LIF-2
+    engine = make_engine()
+    params = SamplingParams(n=n, max_tokens=5)
+    engine.add_request([1, 2], params, request_id="mine")
+    engine.step_overlapped()
+    engine.abort("mine")
+    with pytest.raises(UserError, match="'mine' is in use"):
+        engine.add_request([1, 2], params, request_id="mine")
+    engine.step_overlapped()  # the step that was under way, and brings nothing any more
+    again = engine.add_request([1, 2], params, request_id="mine")
+    drain(engine)
+    assert [len(completion.token_ids) for completion in again.outputs] == [5] * n
+
+
 def test_numbers_given_out_avoid_names_that_somebody_chose() -> None:  # LIF-2
     engine = make_engine()
     params = SamplingParams(max_tokens=3)
@@ -585,6 +600,12 @@ def test_a_pool_an_attention_and_a_sampler_of_ones_own(folder: Path) -> None:
     assert calls
     ids = [output.prompt_token_ids for output in outputs]
     assert tokens_of(*outputs) == [tiny().generate(prompt, 24) for prompt in ids]
+
+
+def test_a_gpu_is_chosen_from_outside(folder: Path) -> None:
+    """Streams and kernels go to the current device: another one would be half used."""
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES=1"):
+        LLM(str(folder), device="cuda:1")
 
 
 def test_two_engines_share_nothing(folder: Path) -> None:  # PRC-1

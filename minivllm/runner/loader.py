@@ -6,7 +6,7 @@ The four stages report themselves in the log, in vLLM's words. Chapters 3 and 9 
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -103,6 +103,7 @@ def load(
         begin = time.perf_counter()
         free = torch.cuda.mem_get_info(device)[0]
         runner.graphs.capture(progress=logger.isEnabledFor(logging.INFO))
+        torch.cuda.empty_cache()  # what the first, unrecorded runs left to their stream
         taken = free - torch.cuda.mem_get_info(device)[0]
         logger.info(
             "Graph capturing finished in %s, took %s",
@@ -122,6 +123,11 @@ def _device(name: str) -> torch.device:
         raise UserError(f"device {name!r} is unknown: use 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device {name!r} is not supported: use 'cpu' or 'cuda'")
+    if device.type == "cuda" and device.index:
+        raise UserError(
+            f"device {name!r} is not supported: use 'cuda', and choose the GPU by setting "
+            f"CUDA_VISIBLE_DEVICES={device.index}"
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device 'cuda' was asked for, but torch sees none: run `minivllm doctor`")
     return device
@@ -148,12 +154,12 @@ def _measure(
     if device.type == "cpu":
         return plan_memory(model_config, config, weights=weights)
     start = time.perf_counter()
-    probe = ModelRunner(
-        config, model, allocate_kv_cache(model_config, config, 2, device), sampler, device
-    )
+    eager = replace(config, enforce_eager=True)  # a profile needs no graphs
+    kv_cache = allocate_kv_cache(model_config, config, 2, device)
+    probe = ModelRunner(eager, model, kv_cache, sampler, device)
     scheduler = config.scheduler
     activations = probe.profile(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    del probe
+    del probe, kv_cache
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     non_torch = total - free - torch.cuda.memory_reserved(device)
