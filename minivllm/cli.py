@@ -37,6 +37,7 @@ logger = logging.getLogger("minivllm")
 
 DEFAULT_MODEL = "smollm2"
 DONE, FAILED, WRONG, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
+CHAT_TEMPERATURE = 0.3  # at 1.0 a small model talks gibberish
 GENERATE_MAX_TOKENS = 128  # a completion has no natural end, and the whole context takes minutes
 
 ENGINE_HELP = {
@@ -210,6 +211,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     helps = {
         k: v for k, v in SAMPLING_HELP.items() if k not in ("n", "logprobs", "prompt_logprobs")
     }
+    helps["temperature"] += f" (default: {CHAT_TEMPERATURE})"
     _add_flags(parser, "sampling", dataclasses.fields(SamplingParams), helps)
     _add_flags(parser, "engine", _engine_fields(), ENGINE_HELP)
 
@@ -302,7 +304,7 @@ def _llm(arguments: argparse.Namespace, recorder: Recorder | NullRecorder) -> "L
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    params = SamplingParams(**_given(arguments, SAMPLING_HELP))
+    params = SamplingParams(**{"temperature": CHAT_TEMPERATURE, **_given(arguments, SAMPLING_HELP)})
     history: list[dict[str, str]] = []
     if arguments.system is not None:
         history.append({"role": "system", "content": arguments.system})
@@ -451,6 +453,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parse(arguments)
         _set_up_log(getattr(parsed, "verbose", False))
+        # Before torch: its own import of numpy swallows an interrupt that comes in between.
+        import numpy  # noqa: F401
+
         code = COMMANDS[parsed.command](parsed)
         sys.stdout.flush()
         return code

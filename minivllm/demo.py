@@ -57,6 +57,14 @@ def load_prompts() -> list[DemoPrompt]:
     return prompts
 
 
+class _Console(Console):
+    """Rich ends the process with 1 when nobody reads any more; the caller knows better."""
+
+    def on_broken_pipe(self) -> None:
+        """Let the caller hear of it."""
+        raise BrokenPipeError
+
+
 def run_demo(
     model: str,
     engine_args: dict[str, Any],
@@ -77,7 +85,7 @@ def run_demo(
     Raises:
         UserError: a setting is wrong or the model cannot be used.
     """
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console = _Console(file=file, highlight=False, markup=False, emoji=False)
     live = console.is_terminal and not console.is_dumb_terminal and not plain
     console.soft_wrap = not live  # a frame must fit the screen, a line need not
     console.print(f"Loading {model} …")

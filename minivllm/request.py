@@ -32,7 +32,7 @@ def _is_number(value: object) -> bool:
     return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are vLLM's, except `max_tokens`.
 
@@ -65,6 +65,14 @@ class SamplingParams:
     logprobs: int | None = None  # that many alternatives a token; the sampled one always comes
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+
+    def __new__(cls, **values: Any) -> "SamplingParams":
+        """Refuse an unknown name before the constructor does, and name the nearest."""
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise UserError(f"unknown sampling parameter {name!r}{did_you_mean(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -138,15 +146,6 @@ class SamplingParams:
                     raise UserError(
                         f"logit_bias of token {token_id} must be in [-100, 100], not {bias!r}"
                     )
-
-    @classmethod
-    def from_args(cls, **values: Any) -> "SamplingParams":
-        """Like the constructor, but an unknown name raises `UserError` and names the nearest."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise UserError(f"unknown sampling parameter {name!r}{did_you_mean(name, known)}")
-        return cls(**values)
 
     @property
     def greedy(self) -> bool:

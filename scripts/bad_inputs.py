@@ -32,7 +32,7 @@ class BadInput(NamedTuple):
 
 
 def sampling(**values: Any) -> Callable[[LLM, Path], Any]:
-    return lambda llm, folder: llm.generate("hello", SamplingParams.from_args(**values))
+    return lambda llm, folder: llm.generate("hello", SamplingParams(**values))
 
 
 def prompt(value: Any, **values: Any) -> Callable[[LLM, Path], Any]:
@@ -79,6 +79,9 @@ def same_id_twice(llm: LLM, folder: Path) -> Any:
 
 
 TABLE = [
+    BadInput('chat("Hi")', lambda llm, folder: llm.chat("Hi"), "messages must be a list like"),
+    BadInput('stream(["a", "b"])', lambda llm, folder: next(llm.stream(["a", "b"])), "one prompt"),
+    BadInput('LLM(..., attention="flash")', engine(attention="flash"), "attention must be a class"),
     BadInput('generate("")', prompt(""), "the prompt is empty"),
     BadInput("generate([[]])", prompt([[]]), "the prompt is empty"),
     BadInput(r'generate("\ud800")', prompt("\ud800"), "a lone surrogate"),

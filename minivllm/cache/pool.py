@@ -38,7 +38,7 @@ class BlockPool:
             )
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.index = PrefixIndex()
-        self.recorder: EventSink = recorder or NullRecorder()
+        self.recorder: EventSink = NullRecorder() if recorder is None else recorder
         self.step = 0  # stamped on events; the scheduler sets it
         # Totals since the start: blocks handed out, let go by their last owner, found by prefix.
         self.num_allocated = self.num_freed = self.num_touched = 0

@@ -81,6 +81,11 @@ class LLM:
         **engine_args: Any,
     ) -> None:
         self._engine: Engine | None = None
+        plug_ins = {"scheduler": scheduler, "block_pool": block_pool, "attention": attention,
+                    "sampler": sampler}  # fmt: skip
+        for name, plug_in in plug_ins.items():
+            if plug_in is not None and not callable(plug_in):
+                raise UserError(f"{name} must be a class or function of your own, not {plug_in!r}")
         config = EngineConfig.from_args(model, **engine_args)
         loaded = load(config, attention=attention, sampler=sampler)
         self.config, self.model_config = loaded.config, loaded.model
@@ -126,6 +131,8 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all at once; results in the order of the prompts.
+
+        Without `max_tokens` a text goes on until the model ends it or its context is full.
 
         Args:
             prompts: one or many; each a text, a list of token ids, `{"prompt": …}` or
@@ -173,6 +180,11 @@ class LLM:
         Raises:
             UserError: as `generate`, or the model has no chat template.
         """
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            raise UserError(
+                f"messages must be a list like [{{'role': 'user', 'content': 'Hi'}}], "
+                f"not {messages!r}"
+            )
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         prompts = [
@@ -202,6 +214,9 @@ class LLM:
         Yields the output so far whenever it has grown; `outputs[0].delta` is the text that is new.
         Leaving the loop early aborts the request.
         """
+        if isinstance(prompt, Sequence) and prompt and not isinstance(prompt, str):
+            if isinstance(prompt[0], str):
+                raise UserError("stream takes one prompt: call it once for each")
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             prompt = self._chat_ids(cast(Messages, prompt), True, {})
         outputs: list[RequestOutput] = []

@@ -53,7 +53,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv = kv
-        self.recorder: EventSink = recorder or NullRecorder()
+        self.recorder: EventSink = NullRecorder() if recorder is None else recorder
         self.step = 0
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # hold a row and blocks; sorted by (priority, arrival)
