@@ -792,6 +792,30 @@ def test_a_broken_part_of_ones_own_cannot_lose_a_request() -> None:
     engine.check()
 
 
+def test_a_plan_half_made_beside_a_step_under_way_ends_everything() -> None:
+    """A request that got tokens or a row in it would go on as if the runner had computed them."""
+
+    class NoTouch(BlockPool):
+        def touch(self, blocks) -> None:
+            if list(blocks):
+                raise RuntimeError("touch is not written yet")
+
+    engine = make_engine(block_pool=NoTouch)
+    params = SamplingParams(max_tokens=9)
+    engine.add_request(list(range(6)), SamplingParams(max_tokens=1))
+    drain(engine)
+    outputs = [engine.add_request([9] * 3, params)]
+    assert engine.step_overlapped().error is None
+    outputs += [engine.add_request(prompt, params) for prompt in ([7] * 3, list(range(6)))]
+    assert "not written yet" in str(engine.step_overlapped().error)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 3
+    engine.check()
+    after = engine.add_request([7] * 3, params)
+    while engine.has_unfinished_requests():
+        assert engine.step_overlapped().error is None
+    assert after.outputs[0].finish_reason == "length"
+
+
 # -- reports ---------------------------------------------------------------------------------------
 
 

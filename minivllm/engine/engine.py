@@ -140,6 +140,7 @@ class Engine:
         self._owner: dict[str, str] = {}  # child request id -> prompt's request id
         self._grown: list[CompletionOutput] = []  # those whose delta is of the last step
         self._under_way: deque[tuple[StepPlan, StepHandle]] = deque()  # launched, oldest first
+        self._planning = False  # the scheduler is at work: its requests are half planned
         self._started = 0.0  # when the step at hand began
         self._block_counts = (0, 0, 0)  # taken, freed, hit when it began
 
@@ -321,8 +322,8 @@ class Engine:
     def step(self) -> StepReport:
         """Schedule, run, update, and turn tokens into text.
 
-        An exception ends the requests of the step (all of them, if it came before there was a
-        plan) with "error" and leaves the engine clean; it comes back in the report. Only an
+        An exception ends the requests of the step (all of them, if it came while there was no
+        plan yet) with "error" and leaves the engine clean; it comes back in the report. Only an
         interrupt is raised again.
         """
         return self._guarded(self._step, ahead=0)
@@ -360,7 +361,9 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan and start a step; False if there was nothing to run."""
+        self._planning = True
         plan = self.scheduler.schedule()
+        self._planning = False
         self._under_way.append((plan, _NOT_LAUNCHED))
         self._under_way[-1] = (plan, self.runner.launch(plan))
         if not plan.rows:  # but rows may have been freed, and the runner was told
@@ -482,14 +485,15 @@ class Engine:
         self._under_way.clear()
         failed: dict[str, RequestOutput] = {}
         names = [row.request_id for plan in plans for row in plan.rows]
-        for child in names if plans else list(self._owner):
+        for child in names if plans and not self._planning else list(self._owner):
             if child in self._owner:
                 output = self._prompts[self._owner[child]].output
                 failed[output.request_id] = output
                 self._end(child, FinishReason.ERROR, f"{type(error).__name__}: {error}")
-        for plan in plans:
-            self.scheduler.retell(plan)
+        self._planning = False
         empty = StepPlan(self.scheduler.step, (), (), (), 0)
+        for plan in (*plans, empty):
+            self.scheduler.retell(plan)
         return next(iter(plans), empty), list(failed.values())
 
     def _report(
