@@ -185,6 +185,16 @@ def test_numbers_given_out_avoid_names_that_somebody_chose() -> None:  # LIF-2
     drain(engine)
 
 
+def test_generate_gives_whole_texts_and_no_deltas(tmp_path: Path) -> None:
+    folder = TinyRandom().save(tmp_path / "tiny")
+    with LLM(str(folder)) as llm:
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        whole = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0]
+        pieces = [output.outputs[0].delta for output in llm.stream([1, 2], params)]
+    assert whole.delta == "" and len(whole.text) > 0
+    assert "".join(pieces) == whole.text
+
+
 def test_generate_twice_and_after_a_refusal(llm: LLM) -> None:  # LIF-2
     prompts = ["one", "two", "three"]
     expected = [tiny().generate(llm.tokenizer.encode(text), 24) for text in prompts]

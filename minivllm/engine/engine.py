@@ -429,9 +429,11 @@ class Engine:
         stopped = request.finish_reason is FinishReason.STOP  # by a token, which is not shown
         if stopped and not entry.params.include_stop_str_in_output:
             new = new[:-1]
-        completion.delta = text.append(new, finished=request.finish_reason is not None)
+        delta = text.append(new, finished=request.finish_reason is not None)
         completion.text = text.text
-        self._grown.append(completion)
+        if request.watched:
+            completion.delta = delta
+            self._grown.append(completion)
         return text
 
     def _add_prompt_logprobs(self, child: str, first: int, entries: list[TokenLogprobs]) -> None:
