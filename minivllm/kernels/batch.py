@@ -35,7 +35,7 @@ class Batch:
     slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset
     query_start: Tensor  # [num_rows + 1] int32
     seq_lens: Tensor  # [num_rows] int32: tokens of context, the new ones included
-    block_tables: Tensor  # [num_rows, max_blocks] int32: block ids, 0 (the null block) past the end
+    block_tables: Tensor  # [num_rows, max_blocks] int32: block ids; past the end, never read
     logits_index: Tensor  # [num_logits] int64: which tokens reach the LM head
     num_decode_rows: int
     max_query_len: int
