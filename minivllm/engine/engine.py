@@ -326,7 +326,7 @@ class Engine:
         plan yet) with "error" and leaves the engine clean; it comes back in the report. Only an
         interrupt is raised again.
         """
-        return self._guarded(self._step, ahead=0)
+        return self._guarded(ahead=0)
 
     def step_overlapped(self) -> StepReport:
         """The same, but the next step is planned and launched before this one is looked at.
@@ -341,7 +341,7 @@ class Engine:
 
         That a request has stopped is seen one step late: its extra token is dropped.
         """
-        return self._guarded(self._step, ahead=1)
+        return self._guarded(ahead=1)
 
     def _step(self, ahead: int) -> StepReport:
         """Launch until `ahead` steps run beside the oldest, then take in the oldest's tokens."""
@@ -371,13 +371,14 @@ class Engine:
             self.scheduler.retell(StepPlan(plan.step, (), (), (), 0))
         return bool(plan.rows)
 
-    def _guarded(self, step: Callable[[int], StepReport], ahead: int) -> StepReport:
+    def _guarded(self, ahead: int) -> StepReport:
+        """`_step`, with the clock set before it and an exception in it taken care of."""
         self._started, pool = self.clock(), self.scheduler.kv.pool
         self._block_counts = (pool.num_allocated, pool.num_freed, pool.num_touched)
         while self._grown:
             self._grown.pop().delta = ""
         try:
-            return step(ahead)
+            return self._step(ahead)
         except BaseException as error:
             plan, outputs = self._fail(error)
             if not isinstance(error, Exception):
