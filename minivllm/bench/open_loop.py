@@ -109,11 +109,12 @@ class Station:
 def capacity(station: Station, loop: OpenLoop, *, warm_up: float, seconds: float) -> float:
     """Short requests a second that a closed loop completes with every row in use.
 
-    Long prompts come as in the open loop, and take a row while they run.
+    Long prompts come as in the open loop, and take a row while they run. A machine too slow to
+    complete one in `seconds` gets the time that one needs.
     """
     short, long = loop.short(), loop.long()
     next_long, completed = next(long), 0
-    while (now := station.now()) < warm_up + seconds:
+    while (now := station.now()) < warm_up + seconds or not completed:
         while len(station.live) < loop.max_num_seqs:
             if next_long.arrival <= now:
                 station.add(next_long, now)
